@@ -1,0 +1,37 @@
+# Each target does its own set-up from a fresh clone; all it needs is Python >= 3.11.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: test demo lint types format bench clean
+
+test: $(VENV)/installed  ## the whole suite
+	$(BIN)/python -m pytest -q
+
+demo: $(VENV)/installed  ## the main job, shown on a small example
+	$(BIN)/ttnorm demo
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results
+	$(BIN)/python benchmarks/layer_cost.py
+	$(BIN)/python benchmarks/prior_cost.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ttnorm needs Python >= 3.11; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@

@@ -1,0 +1,194 @@
+"""The alpha file: what post-training learned, in kilobytes, and for which network.
+
+safetensors, one tensor per layer, and metadata: the format's version, the library's, how alpha
+was made, a checksum, and a fingerprint of the network it was fitted on. A file is checked in full
+before the model is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .surgery import alphas, batchnorm_layers, convert_, ttn_layers
+from .version import __version__
+
+FORMAT = "ttnorm-alpha"
+FORMAT_VERSION = 1
+
+
+class AlphaFile(NamedTuple):
+    """An alpha file's content: alpha by layer, and the metadata as it was written."""
+
+    alpha: dict[str, Tensor]
+    metadata: dict[str, Any]
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the model's alphas, and nothing else of it, to a safetensors file.
+
+    Args:
+        model: a converted network.
+        path: by convention `NAME.ttn.safetensors`.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/network.ttn.safetensors"
+        >>> save(convert_(nn.Sequential(nn.BatchNorm2d(8)), alpha=0.1), path)
+        >>> load_(nn.Sequential(nn.BatchNorm2d(8)), path)[0]
+        TTNorm2d(8, eps=1e-05, alpha=0.100 [0.100, 0.100])
+    """
+    tensors = {name: a.detach().float().cpu().contiguous() for name, a in alphas(model).items()}
+    metadata = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "ttnorm": __version__,
+        "config": model.__dict__.get("_ttnorm_config", {}),
+        "cross_term": all(layer.cross_term for layer in ttn_layers(model).values()),
+        "fingerprint": fingerprint(model),
+    }
+    write_atomically(path, tensors, {**metadata, "sha256": checksum(tensors, metadata)})
+
+
+def load_(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> nn.Module:
+    """Turn BatchNorm layers into test-time normalization layers with the alphas of a file.
+
+    Args:
+        model: the network the file was made for, converted or not.
+        path: what `save` wrote.
+        strict: False accepts a network of the same layers with other running statistics, such as
+            another checkpoint of the same architecture.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: when the file is damaged, from a newer version or for another network. The model
+            is then as it was.
+    """
+    alpha, metadata = read(path)
+    _check_fingerprint(metadata["fingerprint"], fingerprint(model), strict, path)
+    convert_(model, alpha, cross_term=metadata["cross_term"])
+    model.__dict__["_ttnorm_config"] = metadata["config"]
+    return model
+
+
+def read(path: str | os.PathLike[str]) -> AlphaFile:
+    """The content of an alpha file, checked as far as that goes without the network."""
+    tensors, metadata = read_safetensors(path)
+    if metadata.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is a safetensors file but no alpha file: ttnorm.save writes those."
+        )
+    written = metadata.get("format_version")
+    if isinstance(written, int) and written > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format {written}, written by ttnorm {metadata.get('ttnorm')}; this "
+            f"version reads up to {FORMAT_VERSION}. Upgrade ttnorm."
+        )
+    if metadata.pop("sha256", None) != checksum(tensors, metadata):
+        raise ValueError(
+            f"{path} is damaged: its content does not match its checksum. Copy it anew."
+        )
+    for name, alpha in tensors.items():
+        if not bool(((alpha >= 0) & (alpha <= 1)).all()):  # NaN is neither
+            raise ValueError(f"{path}: alpha for {name!r} has values outside [0, 1] or NaN.")
+    order = [name for name, _ in metadata["fingerprint"]["layers"]]
+    return AlphaFile({name: tensors[name] for name in order}, metadata)
+
+
+def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
+    """Over names, values and metadata: no byte of a file can change unnoticed."""
+    values = _hash(tensors[name] for name in sorted(tensors))
+    text = json.dumps([values, sorted(tensors), metadata], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Layer names, channels, and a hash of the running statistics that tells networks apart.
+
+    The hash is taken at the statistics' precision and at every lower one, so that a network which
+    was cast to half precision for production is still recognised.
+    """
+    layers = batchnorm_layers(model)
+    stats = [t for m in layers.values() for t in (m.running_mean, m.running_var)]
+    stats = [t.detach().cpu() for t in stats]  # type: ignore[operator]
+    own = stats[0].dtype
+    precisions = (
+        [own]
+        if own in (torch.float16, torch.bfloat16)
+        else [
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+        ]
+    )
+    return {
+        "layers": [[name, m.running_mean.numel()] for name, m in layers.items()],  # type: ignore[operator]
+        "statistics": {
+            str(p).removeprefix("torch."): _hash(t.to(p) for t in stats) for p in precisions
+        },
+    }
+
+
+def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and decoded metadata of a file that `write_atomically` wrote."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            raw = file.metadata() or {}
+        return tensors, {key: json.loads(value) for key, value in raw.items()}
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is truncated, damaged or no safetensors file: {error}") from error
+
+
+def write_atomically(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
+) -> None:
+    """Write a file that is either the old one or the new one, whenever the process dies."""
+    encoded = {key: json.dumps(value, sort_keys=True) for key, value in metadata.items()}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    partial = f"{os.fspath(path)}.{os.getpid()}.partial"
+    try:
+        save_file(dict(tensors), partial, metadata=encoded)
+        os.replace(partial, path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def _check_fingerprint(
+    theirs: dict[str, Any], ours: dict[str, Any], strict: bool, path: str | os.PathLike[str]
+) -> None:
+    if theirs["layers"] != ours["layers"]:
+        pairs = zip(theirs["layers"], ours["layers"], strict=False)
+        first = next((f"{a} there, {b} here" for a, b in pairs if a != b), "one has more layers")
+        raise ValueError(
+            f"{path} was made for another network: {len(theirs['layers'])} layers there, "
+            f"{len(ours['layers'])} here; first difference: {first}."
+        )
+    common = theirs["statistics"].keys() & ours["statistics"].keys()
+    same = bool(common) and all(theirs["statistics"][p] == ours["statistics"][p] for p in common)
+    if strict and not same:
+        raise ValueError(
+            f"{path} was made for a network with other running statistics: another checkpoint, or "
+            "the weights are not loaded yet. Load the weights first, post-train this checkpoint, "
+            "or pass strict=False."
+        )
+
+
+def _hash(tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,191 @@
+"""Simulated domain shifts for images in [0, 1]: what the prior and the post-training look at.
+
+An augmentation is any function `augment(images, generator) -> images` on (N, C, H, W) in [0, 1], on
+any device. All randomness comes from the generator. Transforms of colour (saturation, hue,
+grayscale) apply to images of three channels; with any other number they are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor
+
+Augment = Callable[[Tensor, Generator | None], Tensor]
+Per = Literal["batch", "image"]
+
+
+def prior_shift(
+    images: Tensor, generator: Generator | None = None, *, per: Per = "image"
+) -> Tensor:
+    """Colour jitter, random grayscale and random invert: the shift the prior is measured with.
+
+    Brightness, contrast and saturation by a factor in [0.6, 1.4], hue by up to 0.1 turns, grayscale
+    with probability 0.2, invert with probability 0.5.
+
+    Args:
+        images: (N, C, H, W) in [0, 1].
+        generator: source of randomness; None is torch's global one.
+        per: whether every image draws its own shift, or the batch draws one for all.
+
+    Example:
+        >>> images = torch.rand(4, 3, 32, 32)
+        >>> prior_shift(images, torch.Generator().manual_seed(0)).shape
+        torch.Size([4, 3, 32, 32])
+    """
+    # Here and below, imported on use: kornia takes seconds to import, and production has no need.
+    from kornia.color import rgb_to_grayscale
+    from kornia.enhance import invert
+
+    draw = _Draw(_checked(images, "prior_shift"), generator, per)
+    images = _jitter(images, draw, (0.6, 1.4), (0.6, 1.4), (0.6, 1.4), 0.1)
+    if images.shape[1] == 3:
+        images = torch.where(draw.chance(0.2), rgb_to_grayscale(images), images)
+    return torch.where(draw.chance(0.5), invert(images), images)
+
+
+def domain_shift(
+    images: Tensor, generator: Generator | None = None, *, per: Per = "batch"
+) -> Tensor:
+    """CoTTA's augmentation without its noise: the shift alpha is optimised under.
+
+    Brightness 0.6-1.4, contrast 0.7-1.3, saturation 0.5-1.5, hue +-0.06 turns, gamma 0.7-1.3; then,
+    in an image padded by half its size with its own edge, rotation +-15 degrees, a move of up to
+    1/16 of the padded size, scale 0.9-1.1; a 5 x 5 Gaussian blur with sigma 0.001-0.5; and a
+    horizontal flip with probability 0.5, drawn for every image whatever `per` says.
+
+    Args:
+        images: (N, C, H, W) in [0, 1].
+        generator: source of randomness; None is torch's global one.
+        per: a test batch is one domain, so by default the batch draws one shift.
+
+    Example:
+        >>> images = torch.rand(4, 3, 32, 32)
+        >>> domain_shift(images, torch.Generator().manual_seed(0)).shape
+        torch.Size([4, 3, 32, 32])
+    """
+    from kornia.enhance import adjust_gamma
+    from kornia.filters import gaussian_blur2d
+    from kornia.geometry.transform import get_affine_matrix2d, warp_affine
+
+    draw = _Draw(_checked(images, "domain_shift"), generator, per)
+    images = _jitter(images, draw, (0.6, 1.4), (0.7, 1.3), (0.5, 1.5), 0.06)
+    images = adjust_gamma(images, draw.uniform(0.7, 1.3))
+
+    height, width = images.shape[-2:]
+    size = images.new_tensor((width, height))
+    angle, scale = draw.uniform(-15, 15), draw.uniform(0.9, 1.1)
+    # 1/16 of an image padded by half its size on both sides is 1/8 of the image. The padding
+    # itself is grid_sample's "border", which repeats the edge without ever storing it.
+    move = torch.stack((draw.uniform(-1 / 8, 1 / 8), draw.uniform(-1 / 8, 1 / 8)), 1) * size
+    centre = ((size - 1) / 2).expand_as(move)
+    matrix = get_affine_matrix2d(move, centre, scale[:, None].expand(-1, 2), angle)[:, :2]
+    images = warp_affine(images, matrix, (height, width), padding_mode="border")
+
+    sigma = draw.uniform(0.001, 0.5)[:, None].expand(-1, 2)
+    images = gaussian_blur2d(images, (5, 5), sigma, border_type="replicate")
+    flip = _Draw(images, generator, "image").chance(0.5)
+    return torch.where(flip, images.flip(-1), images).clamp(0, 1)
+
+
+def shift_images(
+    images: Tensor,
+    augment: Augment,
+    generator: Generator | None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Tensor:
+    """Augment images that a loader has normalised: back to [0, 1], shift, normalise again.
+
+    Args:
+        mean, std: what the loader subtracted and divided by, per channel; None where it did not.
+
+    Raises:
+        ValueError: when the images are not in [0, 1] after undoing mean and std.
+    """
+    if mean is None and std is None:
+        return augment(images, generator)
+    offset = _per_channel(images, mean if mean is not None else [0.0])
+    scale = _per_channel(images, std if std is not None else [1.0])
+    unit = images * scale + offset
+    _check_unit_range(unit)
+    # Rounding alone leaves [0, 1] by less than the tolerance just checked.
+    return (augment(unit.clamp(0, 1), generator) - offset) / scale
+
+
+def _jitter(
+    images: Tensor,
+    draw: _Draw,
+    brightness: tuple[float, float],
+    contrast: tuple[float, float],
+    saturation: tuple[float, float],
+    hue: float,
+) -> Tensor:
+    from kornia import enhance
+
+    images = enhance.adjust_brightness_accumulative(images, draw.uniform(*brightness))
+    images = enhance.adjust_contrast_with_mean_subtraction(images, draw.uniform(*contrast))
+    if images.shape[1] != 3:
+        return images
+    images = enhance.adjust_saturation_with_gray_subtraction(images, draw.uniform(*saturation))
+    return enhance.adjust_hue(images, draw.uniform(-hue, hue) * 2 * math.pi)
+
+
+class _Draw:
+    """Random numbers for a batch: one per image, or one for all of them."""
+
+    def __init__(self, images: Tensor, generator: Generator | None, per: Per) -> None:
+        if per not in ("batch", "image"):
+            raise ValueError(f"per is {per!r}, expected 'batch' or 'image'.")
+        self.images, self.generator, self.per = images, generator, per
+
+    def uniform(self, low: float, high: float) -> Tensor:
+        count = len(self.images)
+        device = self.generator.device if self.generator is not None else self.images.device
+        # float32 whatever the images are, so that a seed means the same shift in every dtype
+        u = torch.rand(count if self.per == "image" else 1, generator=self.generator, device=device)
+        return (low + (high - low) * u).to(self.images).expand(count)
+
+    def chance(self, probability: float) -> Tensor:
+        return (self.uniform(0, 1) < probability)[:, None, None, None]
+
+
+def _checked(images: Tensor, name: str) -> Tensor:
+    if images.dim() != 4:
+        raise ValueError(
+            f"{name} works on images (N, C, H, W), got shape {tuple(images.shape)}. "
+            "Pass your own augment(x, generator) for other data."
+        )
+    _check_unit_range(images)
+    return images
+
+
+def _check_unit_range(images: Tensor) -> None:
+    if not images.is_floating_point():
+        raise TypeError(
+            f"Images are {images.dtype}, expected floating point. Convert them to [0, 1] with "
+            "images.float() / 255."
+        )
+    if images.numel() == 0:
+        return
+    low, high = (v.item() for v in torch.aminmax(images))
+    # what undoing a normalisation can cost in rounding, and no more
+    tolerance = 1e-3 if images.dtype in (torch.float32, torch.float64) else 2e-2
+    if not (low >= -tolerance and high <= 1 + tolerance):
+        raise ValueError(
+            f"Images span [{low:.3g}, {high:.3g}], expected [0, 1]. If the loader normalises them, "
+            "pass the mean and std it uses (mean=, std=); if they are in [0, 255], divide by 255."
+        )
+
+
+def _per_channel(images: Tensor, values: Sequence[float]) -> Tensor:
+    channels = images.shape[1]
+    if len(values) not in (1, channels):
+        raise ValueError(
+            f"mean and std have {len(values)} values, expected one per channel: {channels}."
+        )
+    shape = (1, -1, *[1] * (images.dim() - 2))
+    return torch.as_tensor(values, dtype=images.dtype, device=images.device).view(shape)

@@ -1,0 +1,1 @@
+"""What `ttnorm demo` runs."""

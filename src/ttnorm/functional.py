@@ -1,0 +1,475 @@
+"""The maths of test-time normalization, pure: Eq. 2 of the paper and its gradient.
+
+`batch_moments`, `mix_moments` and `normalise` are the three lines of the method; they are plain,
+differentiable functions that trace, compile and export. `test_time_norm` is the three in one, with
+an analytic backward that keeps the input and a few values per channel, never a normalised copy.
+
+With `group_size=B` every consecutive B samples are normalised on their own, so that G batches of
+size B cost one forward of G * B samples and give the same numbers. Moments are then of shape
+(groups, C) instead of (C,); a last group of fewer samples is a group like any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Moments = tuple[Tensor, Tensor]
+
+
+def batch_moments(x: Tensor, group_size: int | None = None) -> Moments:
+    """Mean and biased variance of every channel, in at least float32.
+
+    mu_c = mean over n, h, w of x[n, c, h, w]
+    var_c = mean over n, h, w of (x[n, c, h, w] - mu_c)^2
+
+    Args:
+        x: (N, C) or (N, C, ...), not empty.
+        group_size: samples that share their moments; None for all of them.
+
+    Returns:
+        Mean and variance, both (C,), or (groups, C) with a group size.
+
+    Example:
+        >>> mean, var = batch_moments(torch.tensor([[1.0], [3.0]]))
+        >>> mean.item(), var.item()
+        (2.0, 1.0)
+    """
+    if group_size is not None:
+        return _pool(*_sample_moments(x), group_size)
+    if _native(x):
+        return _native_moments(x)
+    dims = [0, *range(2, x.dim())]
+    var, mean = torch.var_mean(x.to(_moment_dtype(x)), dims, correction=0)
+    return mean, var
+
+
+def mix_moments(
+    alpha: Tensor,
+    source_mean: Tensor,
+    source_var: Tensor,
+    batch_mean: Tensor,
+    batch_var: Tensor,
+    *,
+    cross_term: bool = True,
+) -> Moments:
+    """Moments of the mixture that draws from the batch with probability alpha (Eq. 2).
+
+    mean = alpha * mu + (1 - alpha) * mu_s
+    var  = alpha * var + (1 - alpha) * var_s + alpha * (1 - alpha) * (mu - mu_s)^2
+
+    Args:
+        alpha: (C,), 0 is the source and 1 the batch.
+        source_mean, source_var: (C,), BatchNorm's running statistics.
+        batch_mean, batch_var: (C,) or (groups, C).
+        cross_term: False leaves out the last term of the variance, as published code of
+            alpha-BN and AdaptiveBN does.
+
+    Example:
+        >>> zero, one, half = torch.zeros(1), torch.ones(1), torch.full((1,), 0.5)
+        >>> mean, var = mix_moments(half, zero, one, 2 * one, one)
+        >>> mean.item(), var.item()
+        (1.0, 2.0)
+    """
+    alpha, source_mean, source_var = (
+        t.to(batch_mean.dtype) for t in (alpha, source_mean, source_var)
+    )
+    batch_mean = _source_where_unused(alpha, source_mean, batch_mean)
+    batch_var = _source_where_unused(alpha, source_var, batch_var)
+    mean = alpha * batch_mean + (1 - alpha) * source_mean
+    var = alpha * batch_var + (1 - alpha) * source_var
+    if cross_term:
+        var = var + alpha * (1 - alpha) * (batch_mean - source_mean).square()
+    return mean, var
+
+
+def normalise(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, channel by channel, in x's dtype and layout.
+
+    Args:
+        x: (N, C) or (N, C, ...).
+        mean, var: (C,), or (groups, C) with a group size.
+        weight, bias: gamma and beta, (C,) or the shape of mean, or None.
+        group_size: the one the moments were computed with.
+
+    Example:
+        >>> normalise(torch.tensor([[3.0]]), torch.tensor([1.0]), torch.tensor([4.0]), eps=0.0)
+        tensor([[1.]])
+    """
+    weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype).expand_as(mean)
+    bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype).expand_as(mean)
+    if group_size is not None:
+        mean, var, weight, bias = (
+            _per_sample(t, x.shape[0], group_size) for t in (mean, var, weight, bias)
+        )
+    if _native(x, mean, var, weight, bias):
+        if group_size is None:
+            return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+        if x.is_contiguous():  # then every (sample, channel) is one contiguous row: no copy
+            mean, var, weight, bias = (t.reshape(-1) for t in (mean, var, weight, bias))
+            y = F.batch_norm(_rows(x), mean, var, weight, bias, False, 0.0, eps)
+            # What y was is forgotten here, and a plain view could not be followed by relu_.
+            return torch.ops.aten._unsafe_view(y, x.shape)
+    scale = weight * torch.rsqrt(var + eps)
+    mean, scale, bias = (_unsqueeze_like(t, x) for t in (mean, scale, bias))
+    return torch.addcmul(bias, x - mean, scale).to(x.dtype)
+
+
+def test_time_norm(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    cross_term: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Normalise a batch with a mixture of its own and the source's statistics (Eq. 2).
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias
+    with mean, var = mix_moments(alpha, running_mean, running_var, *batch_moments(x))
+
+    alpha = 0 is BatchNorm in eval mode, alpha = 1 in train mode. Differentiable once in x, weight,
+    bias and alpha.
+
+    Args:
+        x: (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W), floating point.
+        running_mean, running_var: the source's moments, (C,).
+        weight, bias: gamma and beta, (C,), or None.
+        alpha: (C,) or a scalar tensor, in [0, 1].
+        group_size: samples that share their statistics; None for the whole batch.
+        cross_term: see `mix_moments`.
+        process_group: ranks whose batches count as one, as in SyncBatchNorm. Groups are isolated
+            by definition, so with a group size nothing is reduced.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> zero, one = torch.zeros(1), torch.ones(1)
+        >>> test_time_norm(x, zero, one, None, None, alpha=one, eps=0.0)
+        tensor([[-1.],
+                [ 1.]])
+    """
+    alpha = _check_arguments(x, running_mean, running_var, weight, bias, alpha, group_size)
+    if x.numel() == 0:  # no samples, no moments; BatchNorm in eval mode knows the output's shape
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
+    if group_size is not None:
+        process_group = None
+    tensors = (x, weight, bias, alpha)
+    options = (eps, group_size, cross_term, process_group)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if needs_grad and not torch.compiler.is_compiling():
+        return _TestTimeNorm.apply(*tensors, running_mean, running_var, *options)
+    # Without a gradient this is what the function above computes; a compiler derives its own.
+    return _forward(*tensors, running_mean, running_var, *options)[0]
+
+
+test_time_norm.__test__ = False  # type: ignore[attr-defined]  # or pytest takes it for a test
+
+
+def affine_gradients(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+    group_size: int | None = None,
+) -> Moments:
+    """Gradients of `normalise`'s weight and bias, a row per group: per sample with groups of 1.
+
+    sum over a group of grad * (x - mean) / sqrt(var + eps), and sum of grad.
+
+    Args:
+        grad: gradient of the loss with respect to the output of `normalise`.
+        mean, var: what x was normalised with, (C,), or (groups, C) with a group size.
+    """
+    if group_size is None:
+        return _native_affine_gradients(grad, x, mean, var, eps)
+    mean, var = (_per_sample(t, x.shape[0], group_size) for t in (mean, var))
+    if x.device.type != "cpu":
+        standardised = (x - _unsqueeze_like(mean, x)) * _unsqueeze_like(torch.rsqrt(var + eps), x)
+        per_sample = (_spatial_sum(standardised * grad), _spatial_sum(grad.to(mean.dtype)))
+    elif x.is_contiguous():
+        rows = (_rows(grad), _rows(x), mean.reshape(-1), var.reshape(-1))
+        gamma, beta = _native_affine_gradients(*rows, eps)
+        per_sample = (gamma.view_as(mean), beta.view_as(mean))
+    else:
+        samples = zip(grad.split(1), x.split(1), mean.unbind(), var.unbind(), strict=True)
+        per_sample = _stack([_native_affine_gradients(*sample, eps) for sample in samples])
+    return _group_sum(per_sample[0], group_size), _group_sum(per_sample[1], group_size)
+
+
+class _TestTimeNorm(torch.autograd.Function):
+    """`test_time_norm` with its gradient written out; saves x and per-channel values only."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        x, weight, bias, alpha, source_mean, source_var, *ctx.options = args
+        y, batch_mean, batch_var = _forward(*args)
+        ctx.save_for_backward(x, weight, alpha, source_mean, source_var, batch_mean, batch_var)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, alpha, source_mean, source_var, batch_mean, batch_var = ctx.saved_tensors
+        eps, group_size, cross_term, process_group = ctx.options
+        grad = grad.contiguous(memory_format=_memory_format(x))
+        a, source_mean, source_var = (
+            t.to(batch_mean.dtype) for t in (alpha, source_mean, source_var)
+        )
+        mean, var = mix_moments(
+            a, source_mean, source_var, batch_mean, batch_var, cross_term=cross_term
+        )
+        grad_weight, grad_bias = affine_gradients(grad, x, mean, var, eps, group_size)
+
+        inv_std = torch.rsqrt(var + eps)
+        scale = inv_std if weight is None else inv_std * weight.to(mean.dtype)
+        shift = _source_where_unused(a, source_mean, batch_mean) - source_mean
+        excess = _source_where_unused(a, source_var, batch_var) - source_var
+        cross = 1.0 if cross_term else 0.0
+        grad_x = grad_alpha = None
+        if ctx.needs_input_grad[3]:
+            grad_mean, grad_var = -scale * grad_bias, -0.5 * scale * inv_std * grad_weight
+            slope = excess + cross * (1 - 2 * a) * shift.square()  # d var / d alpha
+            grad_alpha = _sum_to_channels(grad_mean * shift + grad_var * slope).to(alpha.dtype)
+        if ctx.needs_input_grad[0]:
+            # The batch's moments belong to all ranks, so what every rank does with them counts.
+            total_weight, total_bias, count = _sum_over_ranks(
+                grad_weight, grad_bias, _values_per_moment(x, group_size, mean), process_group
+            )
+            grad_mean, grad_var = -scale * total_bias, -0.5 * scale * inv_std * total_weight
+            grad_batch_mean = a * grad_mean + cross * 2 * a * (1 - a) * shift * grad_var
+            # d mu / dx = 1 / n and d var / dx = 2 (x - mu) / n: once more an affine map.
+            slope, offset = 2 * a * grad_var / count, grad_batch_mean / count
+            one = torch.ones_like(slope)
+            grad_x = normalise(x, batch_mean, one, slope, offset, 0.0, group_size)
+            grad_x.addcmul_(grad, _broadcast(scale, x, group_size))
+        return (
+            grad_x,
+            None if weight is None else _sum_to_channels(grad_weight).to(weight.dtype),
+            None if ctx.bias_dtype is None else _sum_to_channels(grad_bias).to(ctx.bias_dtype),
+            grad_alpha,
+            *[None] * 6,
+        )
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    source_mean: Tensor,
+    source_var: Tensor,
+    eps: float,
+    group_size: int | None,
+    cross_term: bool,
+    process_group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. 2: the output, and the batch's moments for the backward."""
+    batch_mean, batch_var = batch_moments(x, group_size)
+    if process_group is not None:
+        batch_mean, batch_var = _merge_ranks(x, batch_mean, batch_var, process_group)
+    mean, var = mix_moments(
+        alpha, source_mean, source_var, batch_mean, batch_var, cross_term=cross_term
+    )
+    return normalise(x, mean, var, weight, bias, eps, group_size), batch_mean, batch_var
+
+
+def _check_arguments(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    group_size: int | None,
+) -> Tensor:
+    """Raise on what cannot be normalised; return alpha as (C,)."""
+    if not x.is_floating_point():
+        raise TypeError(
+            f"x is {x.dtype}, expected a floating point tensor. Convert it with .float()."
+        )
+    if not 2 <= x.dim() <= 5:
+        raise ValueError(f"x has {x.dim()} dimensions, expected 2 to 5: (N, C, ...).")
+    if group_size is not None and group_size < 1:
+        raise ValueError(f"group_size is {group_size}, expected at least 1, or None.")
+    channels = x.shape[1]
+    named = {
+        "running_mean": running_mean,
+        "running_var": running_var,
+        "weight": weight,
+        "bias": bias,
+        "alpha": alpha if alpha.dim() else None,
+    }
+    for name, tensor in named.items():
+        if tensor is not None and tensor.shape != (channels,):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, expected ({channels},): "
+                f"x is {tuple(x.shape)}, so it has {channels} channels."
+            )
+    return alpha if alpha.dim() else alpha.expand(channels)
+
+
+def _moment_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if channels_last and not x.is_contiguous() and x.is_contiguous(memory_format=channels_last):
+        return channels_last
+    return torch.contiguous_format
+
+
+def _native(*tensors: Tensor) -> bool:
+    """Whether BatchNorm's own kernels may be called: they trace badly and hide some gradients."""
+    return (
+        not torch.compiler.is_compiling()
+        and tensors[0].device.type in ("cpu", "cuda")
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    )
+
+
+def _native_moments(x: Tensor) -> Moments:
+    # BatchNorm's statistics pass: 2-20x faster on a CPU than var_mean. It insists on updating
+    # running statistics, and takes the moments' dtype from them: give it some to throw away.
+    unused = torch.zeros(2, x.shape[1], dtype=_moment_dtype(x), device=x.device)
+    mean, var = torch.ops.aten.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
+    return mean, var
+
+
+def _native_affine_gradients(
+    grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
+) -> Moments:
+    _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+        grad, x, None, mean, var, None, None, False, eps, [False, True, True]
+    )
+    return grad_weight, grad_bias
+
+
+def _sample_moments(x: Tensor) -> Moments:
+    """Moments of every sample on its own, (N, C)."""
+    dtype = _moment_dtype(x)
+    if x.dim() == 2:
+        return x.to(dtype), torch.zeros_like(x, dtype=dtype)
+    if not _native(x) or x.device.type != "cpu":
+        var, mean = torch.var_mean(x.to(dtype), list(range(2, x.dim())), correction=0)
+        return mean, var
+    if x.is_contiguous():
+        mean, var = _native_moments(_rows(x))
+        return mean.view(x.shape[:2]), var.view(x.shape[:2])
+    return _stack([_native_moments(sample) for sample in x.split(1)])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A contiguous (N, C, ...) as one sample of N * C channels: a view."""
+    return x.view(1, x.shape[0] * x.shape[1], -1)
+
+
+def _stack(pairs: list[Moments]) -> Moments:
+    first, second = zip(*pairs, strict=True)
+    return torch.stack(first), torch.stack(second)
+
+
+def _whole_groups(t: Tensor, group_size: int) -> list[Tensor]:
+    """(N, C) as (groups, group_size, C) and, where N is no multiple of it, a last (1, rest, C)."""
+    whole = t.shape[0] // group_size * group_size
+    parts = [t[:whole].unflatten(0, (-1, group_size))] if whole else []
+    if whole < t.shape[0]:
+        parts.append(t[whole:].unsqueeze(0))
+    return parts
+
+
+def _pool(mean: Tensor, var: Tensor, group_size: int) -> Moments:
+    """Moments of groups from the moments of their samples (law of total variance: stable)."""
+    means, variances = [], []
+    groups = zip(_whole_groups(mean, group_size), _whole_groups(var, group_size), strict=True)
+    for group_mean, group_var in groups:
+        between, pooled_mean = torch.var_mean(group_mean, 1, correction=0)
+        means.append(pooled_mean)
+        variances.append(group_var.mean(1) + between)
+    return torch.cat(means), torch.cat(variances)
+
+
+def _group_sum(per_sample: Tensor, group_size: int) -> Tensor:
+    return torch.cat([part.sum(1) for part in _whole_groups(per_sample, group_size)])
+
+
+def _per_sample(per_group: Tensor, samples: int, group_size: int) -> Tensor:
+    """(groups, C) as (N, C): every sample gets its group's row."""
+    if group_size == 1:
+        return per_group
+    return per_group.repeat_interleave(group_size, 0)[:samples]
+
+
+def _unsqueeze_like(t: Tensor, x: Tensor) -> Tensor:
+    """(C,) or (N, C) with the trailing dimensions that let it broadcast against x."""
+    return t.reshape(-1, x.shape[1], *[1] * (x.dim() - 2))
+
+
+def _broadcast(t: Tensor, x: Tensor, group_size: int | None) -> Tensor:
+    if group_size is not None:
+        t = _per_sample(t, x.shape[0], group_size)
+    return _unsqueeze_like(t, x)
+
+
+def _values_per_moment(x: Tensor, group_size: int | None, like: Tensor) -> Tensor:
+    """How many values each of the batch's moments averages: (), or (groups, 1) with groups."""
+    per_sample = x.numel() // (x.shape[0] * x.shape[1])
+    if group_size is None:
+        return like.new_tensor(x.shape[0] * per_sample)
+    counts = like.new_full((like.shape[0], 1), group_size * per_sample)
+    counts[-1] = (x.shape[0] - (like.shape[0] - 1) * group_size) * per_sample
+    return counts
+
+
+def _spatial_sum(x: Tensor) -> Tensor:
+    return x.flatten(2).sum(2) if x.dim() > 2 else x
+
+
+def _sum_to_channels(t: Tensor) -> Tensor:
+    return t.sum(0) if t.dim() == 2 else t
+
+
+def _source_where_unused(alpha: Tensor, source: Tensor, batch: Tensor) -> Tensor:
+    # 0 * NaN is NaN: a broken sample must not reach a channel that never looks at the batch.
+    return torch.where((alpha == 0) & ~torch.isfinite(batch), source, batch)
+
+
+def _merge_ranks(x: Tensor, mean: Tensor, var: Tensor, group: dist.ProcessGroup) -> Moments:
+    """Moments over the batches of all ranks, which may differ in size."""
+    ours = torch.cat((mean, var, _values_per_moment(x, None, mean).reshape(1)))
+    gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, ours, group=group)
+    means, variances, counts = torch.stack(gathered).split((len(mean), len(var), 1), dim=1)
+    share = counts / counts.sum()
+    pooled = (share * means).sum(0)
+    return pooled, (share * (variances + (means - pooled).square())).sum(0)
+
+
+def _sum_over_ranks(
+    grad_weight: Tensor, grad_bias: Tensor, count: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if group is None:
+        return grad_weight, grad_bias, count
+    flat = torch.cat((grad_weight, grad_bias, count.reshape(1)))
+    dist.all_reduce(flat, group=group)
+    total_weight, total_bias, total = flat.split((len(grad_weight), len(grad_bias), 1))
+    return total_weight, total_bias, total

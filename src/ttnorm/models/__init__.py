@@ -1,0 +1,1 @@
+"""Source networks: the ones the paper and its benchmarks are about."""

@@ -1,0 +1,214 @@
+"""The prior A: how far a channel's gradients disagree between clean and shifted images (Eq. 3-5).
+
+A channel's gradient of gamma (or beta) is one number, so the cosine of Eq. 3 is a product of signs
+and the score s is a mean sign agreement over samples. It has to be taken per sample: the gradient
+of a whole batch hides the disagreement. With source statistics the samples of a batch do not see
+each other, so one batched backward per view gives them all: for a BatchNorm output z with gradient
+g, sample i contributes sum_hw(g_i * z_hat_i) to gamma and sum_hw(g_i) to beta.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from .augment import Augment, prior_shift, shift_images
+from .distributed import world_size
+from .functional import affine_gradients, normalise
+from .layers import TTNormBase
+from .progress import Progress
+from .surgery import borrowed, device_of
+
+Loss = Callable[[Any, Tensor], Tensor]
+logger = logging.getLogger("ttnorm")
+
+
+def estimate_prior(
+    model: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    *,
+    samples: int = 1024,
+    augment: Augment = prior_shift,
+    loss: Loss | None = None,
+    generator: Generator | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> dict[str, Tensor]:
+    """Sensitivity of every channel to a domain shift, in [0, 1] (Eq. 3-5, Algorithm 1).
+
+    s = mean over samples of sign(g) * sign(g'), for gamma and for beta
+    A = (1 - (s_gamma + s_beta) / 2)^2 after min-max normalisation of all s together
+
+    A gradient of exactly zero counts as no agreement. Channels that never get a gradient, on which
+    the data says nothing, are left out of the normalisation, get 0 (the source's statistics) and
+    are logged. The model comes back as it was. Where torch.distributed is initialised, every rank
+    takes its share of the samples and all ranks return the same prior.
+
+    Args:
+        model: the trained network, converted or not.
+        loader: yields (x, y), shuffled, with x as the network takes it.
+        samples: how many samples to look at.
+        augment: the simulated shift, `augment(images, generator)`.
+        loss: `loss(output, y)`, a mean or sum over samples; cross-entropy by default, which takes
+            class labels (N,) as well as per-pixel labels (N, H, W). For labels to leave out use
+            `functools.partial(torch.nn.functional.cross_entropy, ignore_index=255)`.
+        generator: randomness of the augmentation; None is torch's global one.
+        mean, std: what the loader normalised the images with, if it did.
+
+    Returns:
+        A tensor (C,) per BatchNorm layer, keyed by module name.
+
+    Example:
+        >>> norm = nn.BatchNorm2d(4)
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Flatten(), nn.Linear(144, 2))
+        >>> loader = [(torch.rand(8, 3, 8, 8), torch.randint(2, (8,)))]
+        >>> {name: tuple(a.shape) for name, a in estimate_prior(model, loader).items()}
+        {'1': (4,)}
+    """
+    loss = loss or F.cross_entropy
+    device = device_of(model)
+    ranks = world_size()
+    wanted = -(-samples // ranks)
+    agreement: dict[str, Tensor] = {}
+    informed: dict[str, Tensor] = {}
+    seen = 0
+    with (
+        borrowed(model, alpha=0.0) as layers,
+        _per_sample_gradients(model, layers) as gradients,
+        torch.enable_grad(),
+    ):
+        progress = Progress("prior", None)
+        for x, y in progress.track(_at_most(loader, wanted)):
+            x, y = x.to(device), y.to(device)
+            clean = gradients(x, y, loss)
+            shifted = gradients(shift_images(x, augment, generator, mean, std), y, loss)
+            for name, grads in clean.items():
+                product = torch.sign(grads) * torch.sign(shifted[name])  # (2, N, C)
+                agreement[name] = agreement.get(name, 0) + product.sum(1)
+                informed[name] = informed.get(name, 0) + (product != 0).sum((0, 1))
+            seen += len(x)
+        progress.close()
+    if seen == 0:
+        raise ValueError("The loader yielded no samples; expected batches (x, y).")
+    if seen < wanted:
+        logger.info("prior: the loader ended after %d of %d samples", seen, wanted)
+    if ranks > 1:
+        count = torch.tensor(float(seen), device=device)
+        for tensor in (count, *agreement.values(), *informed.values()):
+            dist.all_reduce(tensor)
+        seen = int(count.item())
+    return _prior_from_agreement(agreement, informed, seen)
+
+
+def _prior_from_agreement(
+    agreement: dict[str, Tensor], informed: dict[str, Tensor], samples: int
+) -> dict[str, Tensor]:
+    """Eq. 4 and 5, over all layers together."""
+    names, sizes = list(agreement), [a.shape[1] for a in agreement.values()]
+    score = torch.cat([agreement[name] for name in names], 1) / samples
+    alive = torch.cat([informed[name] for name in names]) > 0
+    if not alive.any():
+        raise ValueError(
+            "No BatchNorm channel received a gradient. Does the loss depend on the output, and is "
+            "the network free of .detach() and no_grad()?"
+        )
+    low, high = score[:, alive].min(), score[:, alive].max()
+    # all scores alike says nothing about which channel to trust: then no channel is sensitive
+    similarity = (score - low) / (high - low) if high > low else torch.ones_like(score)
+    prior = (1 - similarity.mean(0)).square()
+    prior = torch.where(alive, prior, 0.0)
+    per_layer = dict(zip(names, prior.split(sizes), strict=True))
+    silent = {n: int((~a).sum()) for n, a in zip(names, alive.split(sizes), strict=True)}
+    if any(silent.values()):
+        logger.warning(
+            "prior: %d of %d channels never got a gradient and keep the source's statistics: %s",
+            sum(silent.values()),
+            len(alive),
+            ", ".join(f"{count} in {name}" for name, count in silent.items() if count),
+        )
+    return per_layer
+
+
+@contextlib.contextmanager
+def _per_sample_gradients(
+    model: nn.Module, layers: dict[str, TTNormBase]
+) -> Iterator[Callable[[Tensor, Tensor, Loss], dict[str, Tensor]]]:
+    """Inside, a function (x, y, loss) -> gradients of gamma and beta, (2, N, C) per layer."""
+    # Every layer's output hangs on this scalar, so that asking for its gradient reaches all layers
+    # of a network in which no parameter requires one.
+    anchor = torch.zeros((), requires_grad=True)
+    recorded: dict[str, Tensor] = {}
+
+    def record(name: str, layer: TTNormBase, x: Tensor) -> Tensor:
+        return _RecordingNorm.apply(x, anchor, layer, functools.partial(keep, name))
+
+    def keep(name: str, grads: Tensor) -> None:  # a layer used twice has the sum of both uses
+        recorded[name] = recorded[name] + grads if name in recorded else grads
+
+    def gradients(x: Tensor, y: Tensor, loss: Loss) -> dict[str, Tensor]:
+        recorded.clear()
+        torch.autograd.grad(loss(model(x), y), anchor)
+        for name, grads in recorded.items():
+            if grads.shape[1] != len(x):
+                raise ValueError(
+                    f"{name!r} saw {grads.shape[1]} samples in a batch of {len(x)}: its gradients "
+                    "cannot be told apart by sample. Only layers that keep the batch dimension "
+                    "have a prior; use PostTrainConfig(init=0.1, mse=False) for this network."
+                )
+        unused = {n: x.new_zeros(2, len(x), m.alpha.numel()) for n, m in layers.items()}
+        return {**unused, **recorded}
+
+    try:
+        for name, layer in layers.items():
+            layer.standardise = functools.partial(record, name, layer)  # type: ignore[method-assign]
+        yield gradients
+    finally:
+        for layer in layers.values():
+            del layer.standardise
+
+
+class _RecordingNorm(torch.autograd.Function):
+    """BatchNorm with source statistics that hands out its per-sample gradients on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, layer: TTNormBase, keep: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.keep = layer, keep
+        return normalise(x, *_float_moments(layer, x), layer.weight, layer.bias, layer.eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        layer = ctx.layer
+        mean, var = _float_moments(layer, x)
+        rows = (mean.expand(len(x), -1), var.expand(len(x), -1))
+        grad = grad.contiguous() if x.is_contiguous() else grad
+        ctx.keep(torch.stack(affine_gradients(grad, x, *rows, layer.eps, group_size=1)))
+        zero = torch.zeros_like(mean)
+        grad_x = normalise(grad, zero, var, layer.weight, None, layer.eps)
+        return grad_x, torch.zeros((), device="cpu"), None, None
+
+
+def _float_moments(layer: TTNormBase, x: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return layer.running_mean.to(dtype), layer.running_var.to(dtype)
+
+
+def _at_most(
+    loader: Iterable[tuple[Tensor, Tensor]], samples: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    for x, y in loader:
+        yield x[:samples], y[:samples]
+        samples -= len(x)
+        if samples <= 0:
+            return

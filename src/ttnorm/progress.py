@@ -1,0 +1,51 @@
+"""A progress line on a terminal, and nothing anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Progress:
+    """One line on stderr that is rewritten in place; silent when stderr is not a terminal.
+
+    Args:
+        title: what is being done.
+        total: number of steps, or None when it is not known.
+    """
+
+    def __init__(self, title: str, total: int | None) -> None:
+        self.title, self.total, self.done, self.note = title, total, 0, ""
+        self.started = self.shown = time.monotonic()
+        self.visible = sys.stderr.isatty()
+
+    def track(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, counting each as a step."""
+        for item in items:
+            yield item
+            self.step()
+
+    def step(self, note: str | None = None) -> None:
+        self.done += 1
+        self.note = self.note if note is None else note
+        now = time.monotonic()
+        if self.visible and (now - self.shown > 0.1 or self.done == self.total):
+            self.shown = now
+            sys.stderr.write(f"\r\x1b[K{self._line(now - self.started)}")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        if self.visible:
+            sys.stderr.write("\n")
+
+    def _line(self, seconds: float) -> str:
+        if not self.total:
+            return f"{self.title}  {self.done}  {seconds:.0f}s  {self.note}"
+        filled = 24 * self.done // self.total
+        left = seconds / self.done * (self.total - self.done)
+        bar = "━" * filled + "╌" * (24 - filled)
+        return f"{self.title}  {bar}  {self.done}/{self.total}  {left:.0f}s left  {self.note}"

@@ -1,0 +1,256 @@
+"""What touches a model's tree: BatchNorm layers become test-time normalization layers and back.
+
+A layer is converted where it stands: the module keeps its identity, parameters, buffers, hooks and
+mode, and changes its class. So a layer used in two places stays one layer, optimisers and
+references stay valid, and `revert_` has nothing to copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from .layers import (
+    TTFrozenNorm2d,
+    TTNorm1d,
+    TTNorm2d,
+    TTNorm3d,
+    TTNormAct2d,
+    TTNormBase,
+    TTSyncNorm,
+)
+
+# By name, so that neither torchvision nor timm has to be installed.
+_CONVERTED: dict[str, type[TTNormBase]] = {
+    "torch.nn.modules.batchnorm.BatchNorm1d": TTNorm1d,
+    "torch.nn.modules.batchnorm.BatchNorm2d": TTNorm2d,
+    "torch.nn.modules.batchnorm.BatchNorm3d": TTNorm3d,
+    "torch.nn.modules.batchnorm.SyncBatchNorm": TTSyncNorm,
+    "torchvision.ops.misc.FrozenBatchNorm2d": TTFrozenNorm2d,
+    "timm.layers.norm_act.BatchNormAct2d": TTNormAct2d,
+}
+
+
+def convert_(
+    model: nn.Module, alpha: float | Mapping[str, Tensor], *, cross_term: bool = True
+) -> nn.Module:
+    """Turn every BatchNorm layer into a test-time normalization layer, in place.
+
+    Works on BatchNorm1d/2d/3d, SyncBatchNorm, torchvision's FrozenBatchNorm2d and timm's
+    BatchNormAct2d; any other BatchNorm is refused and the model left as it was. Layers that are
+    converted already take the new alpha.
+
+    Args:
+        model: the network.
+        alpha: one number for all channels (0 is plain BatchNorm in eval mode, 1 uses the batch's
+            statistics alone), or a tensor per layer, keyed by module name as in `alphas`.
+        cross_term: False for the variance of alpha-BN and AdaptiveBN as they were published.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        >>> convert_(model, alpha=0.1)[1]
+        TTNorm2d(8, eps=1e-05, alpha=0.100 [0.100, 0.100])
+    """
+    model.__dict__.pop("_ttnorm_config", None)  # told how the alpha of before was made
+    layers = batchnorm_layers(model)
+    classes = {name: _converted_class(name, layer) for name, layer in layers.items()}
+    values = _alpha_per_layer(layers, alpha)
+    for name, layer in layers.items():
+        if not isinstance(layer, TTNormBase):
+            layer.__dict__["_class_before"] = type(layer)
+            layer.__class__ = classes[name]
+        layer.register_buffer("alpha", values[name])
+        layer.cross_term = cross_term  # type: ignore[assignment]
+    return model
+
+
+def revert_(model: nn.Module) -> nn.Module:
+    """Turn every test-time normalization layer back into the BatchNorm it was, bit for bit.
+
+    Example:
+        >>> model = nn.Sequential(nn.BatchNorm2d(8))
+        >>> type(revert_(convert_(model, alpha=0.1))[0])
+        <class 'torch.nn.modules.batchnorm.BatchNorm2d'>
+    """
+    model.__dict__.pop("_ttnorm_config", None)
+    for layer in ttn_layers(model).values():
+        # A layer that was built as TTNorm2d, not converted, becomes the BatchNorm2d it extends.
+        before = layer.__dict__.pop("_class_before", type(layer).__bases__[-1])
+        del layer.alpha
+        for name in ("cross_term", "group_size", "sync"):
+            layer.__dict__.pop(name, None)
+        layer.__class__ = before
+    return model
+
+
+def alphas(model: nn.Module) -> dict[str, Tensor]:
+    """The live alpha of every layer, keyed by module name, in the order of `named_modules`.
+
+    Example:
+        >>> alphas(convert_(nn.Sequential(nn.BatchNorm1d(2)), alpha=0.5))
+        {'0': tensor([0.5000, 0.5000])}
+    """
+    return {name: layer.alpha for name, layer in ttn_layers(model).items()}
+
+
+@contextlib.contextmanager
+def isolated(model: nn.Module, group_size: int) -> Iterator[nn.Module]:
+    """Inside, every consecutive `group_size` samples of a batch are normalised on their own.
+
+    G batches of size B can then run as one of G * B samples and give the same numbers; the last
+    group may be smaller. In a service, it keeps one caller's images out of another's statistics.
+
+    Example:
+        >>> model = convert_(nn.Sequential(nn.BatchNorm1d(2)), alpha=1.0)
+        >>> with isolated(model, 4):
+        ...     together = model(torch.arange(16.0).view(8, 2))
+        >>> torch.equal(together[:4], together[4:])
+        True
+    """
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+        raise ValueError(f"group_size is {group_size!r}, expected a whole number of at least 1.")
+    layers = list(ttn_layers(model).values())
+    before = [layer.group_size for layer in layers]
+    try:
+        for layer in layers:
+            layer.group_size = group_size
+        yield model
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.group_size = value
+
+
+@contextlib.contextmanager
+def borrowed(
+    model: nn.Module, alpha: float | Mapping[str, Tensor]
+) -> Iterator[dict[str, TTNormBase]]:
+    """Inside, the model is converted, in eval mode and frozen; outside, it is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    converted = any(isinstance(module, TTNormBase) for module in model.modules())
+    layers = ttn_layers(model).values() if converted else []
+    before = [(layer, layer.alpha, layer.cross_term, layer.sync) for layer in layers]
+    config = model.__dict__.get("_ttnorm_config")
+    convert_(model, alpha)
+    try:
+        model.eval()
+        for parameter, _ in frozen:
+            parameter.requires_grad_(False)
+        yield ttn_layers(model)
+    finally:
+        for layer, value, cross_term, sync in before:
+            layer.alpha, layer.cross_term, layer.sync = value, cross_term, sync
+        if not converted:
+            revert_(model)
+        if config is not None:
+            model.__dict__["_ttnorm_config"] = config
+        for parameter, required in frozen:
+            parameter.requires_grad_(required)
+        for module, mode in modes:
+            module.training = mode
+
+
+def ttn_layers(model: nn.Module) -> dict[str, TTNormBase]:
+    """Every test-time normalization layer by name; raises when there is none."""
+    layers = {name: m for name, m in _modules(model) if isinstance(m, TTNormBase)}
+    if not layers:
+        raise ValueError(
+            "The model has no test-time normalization layers. Call ttnorm.convert_, "
+            "ttnorm.load_ or ttnorm.post_train_ first."
+        )
+    return layers
+
+
+def batchnorm_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every BatchNorm layer by name, converted or not; raises when there is none."""
+    layers = {name: m for name, m in _modules(model) if _is_batchnorm(m)}
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no BatchNorm layers, so there are no statistics to adapt."
+        )
+    return layers
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(itertools.chain(model.parameters(), model.buffers())).device
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """named_modules, under the names the bare network has inside DDP or torch.compile."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while True:
+        if isinstance(model, wrappers):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return iter(model.named_modules())
+
+
+def _is_batchnorm(module: nn.Module) -> bool:
+    """Anything that normalises with running statistics, whether we know the class or not."""
+    if isinstance(module, _InstanceNorm):
+        return False
+    return isinstance(module, _BatchNorm) or {"running_mean", "running_var"} <= set(module._buffers)
+
+
+def _converted_class(name: str, layer: nn.Module) -> type[TTNormBase]:
+    kind = type(layer)
+    if isinstance(layer, TTNormBase):
+        return kind  # type: ignore[return-value]
+    where = f"{name or 'the model itself'} ({kind.__name__})"
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        raise TypeError(f"{where} is lazy and has no statistics yet. Run one forward first.")
+    converted = _CONVERTED.get(f"{kind.__module__}.{kind.__qualname__}")
+    if converted is None:
+        known = ", ".join(sorted(path.rsplit(".", 1)[1] for path in _CONVERTED))
+        raise TypeError(
+            f"{where} is a BatchNorm that ttnorm does not know; its forward may do more than "
+            f"normalise. Known are {known}. Replace the layer by one of these first."
+        )
+    if getattr(layer, "running_mean", None) is None:
+        raise ValueError(
+            f"{where} keeps no running statistics (track_running_stats=False), so there is no "
+            "source to mix with. Train it with track_running_stats=True."
+        )
+    return converted
+
+
+def _alpha_per_layer(
+    layers: Mapping[str, nn.Module], alpha: float | Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A checked alpha of the right shape, dtype and device for every layer."""
+    if isinstance(alpha, Mapping):
+        missing, extra = layers.keys() - alpha.keys(), alpha.keys() - layers.keys()
+        if missing or extra:
+            raise ValueError(
+                f"alpha must have one entry per BatchNorm layer. Missing: {sorted(missing)[:5]}; "
+                f"unknown: {sorted(extra)[:5]}. Was it fitted on another network?"
+            )
+        given = dict(alpha)
+    else:
+        given = {name: torch.tensor(float(alpha)) for name in layers}
+    return {name: _checked_alpha(name, given[name], layer) for name, layer in layers.items()}
+
+
+def _checked_alpha(name: str, alpha: Tensor, layer: nn.Module) -> Tensor:
+    like = layer.running_mean
+    assert isinstance(like, Tensor)
+    if alpha.dim() and alpha.shape != like.shape:
+        raise ValueError(
+            f"alpha for {name!r} has shape {tuple(alpha.shape)}, expected {tuple(like.shape)}. "
+            "Was it fitted on another network?"
+        )
+    if not bool(((alpha >= 0) & (alpha <= 1)).all()):  # NaN is neither
+        low, high = alpha.min().item(), alpha.max().item()
+        raise ValueError(f"alpha for {name!r} spans [{low}, {high}], expected values in [0, 1].")
+    return alpha.detach().to(like.device, like.dtype).expand_as(like).clone()

@@ -1,0 +1,379 @@
+"""Post-training: every switch of the paper, reproducible, resumable, and no trace on the network."""
+
+import dataclasses
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ttnorm
+from ttnorm import PostTrainConfig, optimise_alpha, post_train_
+from ttnorm.demo import digits
+
+
+@pytest.fixture
+def loader():
+    x, y = torch.rand(40, 3, 12, 12), torch.randint(4, (40,))
+    return DataLoader(TensorDataset(x, y), batch_size=10, shuffle=True)
+
+
+@pytest.fixture
+def prior():
+    return {"1": torch.linspace(0.1, 0.6, 6), "4": torch.linspace(0, 0.7, 8)}
+
+
+def flat(alpha):
+    return torch.cat(list(alpha.values()))
+
+
+class TestObjective:
+    """Which terms count, and where alpha starts."""
+
+    def test_mse_alone_goes_to_the_prior(self, small_network, loader, prior):
+        config = PostTrainConfig(epochs=60, lr=0.05, init="random", ce=False)
+        result = optimise_alpha(small_network, loader, prior, config)
+        torch.testing.assert_close(flat(result.alpha), flat(prior), atol=0.02, rtol=0)
+
+    def test_ce_alone_leaves_the_prior(self, small_network, loader, prior):
+        config = PostTrainConfig(epochs=5, lr=0.02, mse=False)
+        free = optimise_alpha(small_network, loader, prior, config)
+        held = optimise_alpha(
+            small_network, loader, prior, dataclasses.replace(config, mse=True, lambda_=100.0)
+        )
+        distance = [(flat(r.alpha) - flat(prior)).square().mean() for r in (free, held)]
+        assert distance[0] > 4 * distance[1]
+        assert free.history[-1]["ce"] < free.history[0]["ce"]
+
+    def test_neither_term_keeps_the_start(self, small_network, loader, prior):
+        result = optimise_alpha(small_network, loader, prior, PostTrainConfig(ce=False, mse=False))
+        assert torch.equal(flat(result.alpha), flat(prior))
+        assert result.history == []
+
+    def test_zero_epochs_keep_the_start(self, small_network, loader, prior):
+        result = optimise_alpha(small_network, loader, prior, PostTrainConfig(epochs=0))
+        assert torch.equal(flat(result.alpha), flat(prior))
+
+    def test_init_constant(self, small_network, loader):
+        config = PostTrainConfig(init=0.3, mse=False, epochs=0)
+        assert (flat(optimise_alpha(small_network, loader, None, config).alpha) == 0.3).all()
+
+    def test_init_random_depends_on_the_seed(self, small_network, loader):
+        starts = [
+            flat(
+                optimise_alpha(
+                    small_network,
+                    loader,
+                    None,
+                    PostTrainConfig(init="random", mse=False, epochs=0, seed=seed),
+                ).alpha
+            )
+            for seed in (1, 1, 2)
+        ]
+        assert torch.equal(starts[0], starts[1])
+        assert not torch.equal(starts[0], starts[2])
+        assert starts[0].min() >= 0
+        assert starts[0].max() < 1
+
+    def test_the_gradient_is_that_of_the_loss(self, small_network, prior):
+        """One step of Adam moves every alpha by lr against the sign of its gradient."""
+        x, y = torch.rand(10, 3, 12, 12), torch.randint(4, (10,))
+        config = PostTrainConfig(epochs=1, lr=1e-3, lambda_=0.5)
+        identity = lambda images, generator: images  # noqa: E731
+        start = {name: a + 0.2 for name, a in prior.items()}
+        result = optimise_alpha(small_network, [(x, y)], start, config, augment=identity)
+        moved = flat(result.alpha) - flat(start)
+
+        ttnorm.convert_(small_network, start)
+        layers = [small_network[1], small_network[4]]
+        for layer in layers:
+            layer.alpha = layer.alpha.clone().requires_grad_()
+        F.cross_entropy(small_network(x), y).backward()  # at the start the MSE is zero
+        gradient = torch.cat([layer.alpha.grad for layer in layers])
+        clear = gradient.abs() > 1e-4  # Adam's epsilon shortens the step where there is none
+        torch.testing.assert_close(moved[clear], -1e-3 * gradient[clear].sign(), rtol=1e-2, atol=0)
+
+
+class TestGranularity:
+    def test_layer(self, small_network, loader, prior):
+        config = PostTrainConfig(epochs=2, lr=0.02, granularity="layer")
+        alpha = optimise_alpha(small_network, loader, prior, config).alpha
+        assert all(len(a.unique()) == 1 for a in alpha.values())
+        assert alpha["1"][0] != alpha["4"][0]
+
+    def test_constant(self, small_network, loader, prior):
+        config = PostTrainConfig(epochs=2, lr=0.02, granularity="constant")
+        alpha = optimise_alpha(small_network, loader, prior, config).alpha
+        assert len(flat(alpha).unique()) == 1
+        assert flat(alpha)[0] != flat(prior).mean()
+
+    @pytest.mark.parametrize("average", ["layer", "constant"])
+    def test_average_afterwards(self, small_network, loader, prior, average):
+        config = PostTrainConfig(epochs=2, lr=0.02)
+        alpha = optimise_alpha(small_network, loader, prior, config).alpha
+        averaged = optimise_alpha(
+            small_network, loader, prior, dataclasses.replace(config, average=average)
+        ).alpha
+        if average == "layer":
+            expected = {name: a.mean().expand_as(a) for name, a in alpha.items()}
+        else:
+            expected = {name: flat(alpha).mean().expand_as(a) for name, a in alpha.items()}
+        torch.testing.assert_close(averaged, expected)
+
+
+class TestLoop:
+    def test_alpha_stays_in_the_unit_interval(self, small_network, loader, prior):
+        config = PostTrainConfig(epochs=4, lr=0.5, mse=False)
+        alpha = flat(optimise_alpha(small_network, loader, prior, config).alpha)
+        assert alpha.min() == 0
+        assert alpha.max() == 1
+
+    def test_cosine_falls_to_zero_and_constant_does_not(self, small_network, loader, prior):
+        rates = {
+            schedule: [
+                row["lr"]
+                for row in optimise_alpha(
+                    small_network, loader, prior, PostTrainConfig(epochs=4, schedule=schedule)
+                ).history
+            ]
+            for schedule in ("cosine", "constant")
+        }
+        assert rates["constant"] == [1e-3] * 4
+        assert rates["cosine"] == sorted(rates["cosine"], reverse=True)
+        assert rates["cosine"][-1] < 5e-5
+
+    def test_dynamic_batch_draws_sizes_from_the_range(self, small_network, prior):
+        sizes = []
+
+        def count(images, generator):
+            sizes.append(len(images))
+            return images
+
+        x, y = torch.rand(300, 3, 12, 12), torch.randint(4, (300,))
+        loader = DataLoader(TensorDataset(x, y), batch_size=30)
+        config = PostTrainConfig(epochs=10, dynamic_batch=(4, 200))
+        optimise_alpha(small_network, loader, prior, config, augment=count)
+        assert min(sizes) < 10
+        assert max(sizes) > 25
+        assert all(4 <= size <= 30 for size in sizes)
+
+    def test_the_shift_is_drawn_per_batch_or_per_image(self, small_network, prior):
+        image = torch.rand(1, 3, 12, 12).expand(10, -1, -1, -1)
+        seen = []
+        small_network.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
+        for shift in ("batch", "image"):
+            config = PostTrainConfig(epochs=1, shift=shift)
+            optimise_alpha(small_network, [(image, torch.zeros(10).long())], prior, config)
+        brightness = [x.mean((1, 2, 3)) for x in seen]
+        assert brightness[0].std() < 1e-6
+        assert brightness[1].std() > 1e-3
+
+    def test_early_stop_when_the_mse_saturates(self, small_network, loader, prior):
+        config = PostTrainConfig(epochs=200, lr=0.01, schedule="constant", early_stop=0.05)
+        result = optimise_alpha(small_network, loader, prior, config)
+        assert 4 <= len(result.history) < 100
+        recent = [row["mse"] for row in result.history[-4:]]
+        assert all(abs(b - a) <= 0.05 * a for a, b in zip(recent, recent[1:], strict=False))
+
+    def test_steps_per_epoch(self, small_network, loader, prior):
+        calls = []
+        small_network.register_forward_hook(lambda *_: calls.append(1))
+        config = PostTrainConfig(epochs=3, steps_per_epoch=2)
+        optimise_alpha(small_network, loader, prior, config)
+        assert len(calls) == 6
+
+    @pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+    def test_amp_follows_float32(self, small_network, loader, prior, amp):
+        results = [
+            flat(
+                optimise_alpha(
+                    small_network, loader, prior, PostTrainConfig(epochs=4, lr=0.01, amp=dtype)
+                ).alpha
+            )
+            for dtype in (None, amp)
+        ]
+        assert not torch.equal(results[0], results[1])
+        moved = (results[0] - flat(prior)).norm()
+        assert (results[0] - results[1]).norm() < 0.2 * moved
+
+    def test_a_loader_without_a_length(self, small_network, loader, prior):
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter([(torch.rand(3, 12, 12), 1)] * 20)
+
+        config = PostTrainConfig(epochs=2)
+        result = optimise_alpha(small_network, DataLoader(Stream(), batch_size=5), prior, config)
+        assert len(result.history) == 2
+
+    def test_a_loss_that_is_not_finite_is_an_error(self, small_network, prior):
+        y = torch.full((4,), -100)  # every label ignored: a mean over nothing
+        loader = [(torch.rand(4, 3, 12, 12), y)]
+        with pytest.raises(ValueError, match="loss was not finite in epoch 1"):
+            optimise_alpha(small_network, loader, prior, PostTrainConfig(epochs=1))
+
+    def test_an_empty_loader_is_an_error(self, small_network, prior):
+        with pytest.raises(ValueError, match="yielded no batches"):
+            optimise_alpha(small_network, [], prior, PostTrainConfig(epochs=1))
+
+
+class TestReproducible:
+    CONFIG = PostTrainConfig(epochs=3, lr=0.02, prior_samples=20)
+
+    def run(self, model, loader, **kwargs):
+        result = post_train_(model, loader, kwargs.pop("config", self.CONFIG), **kwargs)
+        ttnorm.revert_(model)
+        return flat(result.alpha)
+
+    def test_the_seed_decides_whatever_was_drawn_before(self, small_network, loader):
+        first = self.run(small_network, loader)
+        torch.rand(7), random.random(), np.random.rand()
+        assert torch.equal(self.run(small_network, loader), first)
+        other = self.run(small_network, loader, config=dataclasses.replace(self.CONFIG, seed=1))
+        assert not torch.equal(other, first)
+
+    def test_a_loader_with_its_own_generator(self, small_network, loader):
+        own = torch.Generator().manual_seed(5)
+        loader = DataLoader(loader.dataset, batch_size=10, shuffle=True, generator=own)
+        first, state = self.run(small_network, loader), own.get_state()
+        own.manual_seed(99)
+        assert torch.equal(self.run(small_network, loader), first)
+        assert torch.equal(own.get_state(), torch.Generator().manual_seed(99).get_state())
+        assert not torch.equal(state, own.get_state())
+
+    def test_nobody_s_random_state_moves(self, small_network, loader):
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+        self.run(small_network, loader)
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert (np.random.get_state()[1] == states[2]).all()
+
+    @pytest.mark.parametrize("amp", [None, "float16"])
+    @pytest.mark.parametrize("stop_after", [1, 2, 3])
+    def test_a_stopped_run_goes_on_to_the_same_alpha(
+        self, small_network, loader, tmp_path, stop_after, amp
+    ):
+        config = dataclasses.replace(self.CONFIG, amp=amp)
+        expected = self.run(small_network, loader, config=config)
+        batches = []
+
+        def stop(images, generator):
+            batches.append(1)
+            if len(batches) == 4 * stop_after:  # the last batch of an epoch: before its checkpoint
+                raise KeyboardInterrupt
+            return ttnorm.domain_shift(images, generator)
+
+        checkpoint = tmp_path / "run.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            self.run(small_network, loader, config=config, augment=stop, checkpoint=checkpoint)
+        assert type(small_network[1]) is nn.BatchNorm2d
+        assert checkpoint.exists() == (stop_after > 1)
+        resumed = self.run(small_network, loader, config=config, checkpoint=checkpoint)
+        assert torch.equal(resumed, expected)
+
+    def test_a_finished_run_is_read_not_run(self, small_network, loader, tmp_path):
+        checkpoint = tmp_path / "run.safetensors"
+        expected = self.run(small_network, loader, checkpoint=checkpoint)
+        assert torch.equal(self.run(small_network, [], checkpoint=checkpoint), expected)
+
+    def test_another_run_s_checkpoint_is_refused(self, small_network, loader, tmp_path):
+        checkpoint = tmp_path / "run.safetensors"
+        self.run(small_network, loader, checkpoint=checkpoint)
+        other = dataclasses.replace(self.CONFIG, lr=0.5)
+        with pytest.raises(ValueError, match="checkpoint of another run: its config differs"):
+            self.run(small_network, loader, config=other, checkpoint=checkpoint)
+        small_network[1].running_mean += 1
+        with pytest.raises(ValueError, match="its network differs"):
+            self.run(small_network, loader, checkpoint=checkpoint)
+
+
+class TestPostTrain:
+    def test_changes_nothing_but_the_norm_layers(self, small_network, loader):
+        small_network.train()
+        before = {k: v.clone() for k, v in small_network.state_dict().items()}
+        result = post_train_(small_network, loader, PostTrainConfig(epochs=1))
+        assert all(torch.equal(v, small_network.state_dict()[k]) for k, v in before.items())
+        assert all(p.requires_grad and p.grad is None for p in small_network.parameters())
+        assert all(module.training for module in small_network.modules())
+        assert torch.equal(flat(ttnorm.alphas(small_network)), flat(result.alpha))
+        assert not any(a.requires_grad for a in ttnorm.alphas(small_network).values())
+
+    def test_normalised_images_with_mean_and_std(self, small_network):
+        x, y = torch.rand(20, 3, 12, 12), torch.randint(4, (20,))
+        config = PostTrainConfig(epochs=1)
+        with pytest.raises(ValueError, match=r"pass the mean and std"):
+            post_train_(small_network, [(2 * x - 1, y)], config)
+        assert type(small_network[1]) is nn.BatchNorm2d
+        post_train_(small_network, [(2 * x - 1, y)], config, mean=[0.5] * 3, std=[0.5] * 3)
+
+    def test_no_prior_where_nothing_needs_one(self, small_network, loader):
+        def fails(images, generator):
+            raise AssertionError
+
+        config = PostTrainConfig(epochs=1, init=0.2, mse=False)
+        result = post_train_(small_network, loader, config, prior_augment=fails)
+        assert result.prior is None
+
+    def test_segmentation_with_ignored_pixels(self):
+        model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1))
+        y = torch.randint(4, (8, 10, 10))
+        y[:, :2] = 255
+        loss = functools.partial(F.cross_entropy, ignore_index=255)
+        loader = [(torch.rand(2, 3, 10, 10), y[i : i + 2]) for i in range(0, 8, 2)]
+        result = post_train_(model, loader, PostTrainConfig(epochs=2), loss=loss)
+        assert flat(result.alpha).isfinite().all()
+
+    def test_an_interrupted_run_leaves_the_network_as_it_was(self, small_network, loader):
+        def stop(images, generator):
+            raise KeyboardInterrupt
+
+        ttnorm.convert_(small_network, alpha=0.25)
+        with pytest.raises(KeyboardInterrupt):
+            post_train_(small_network, loader, augment=stop)
+        assert (flat(ttnorm.alphas(small_network)) == 0.25).all()
+
+    def test_helps_under_a_shift_it_has_not_seen(self):
+        """Digits in fog: better than the source's statistics, and far better than none at B = 1."""
+        train, test = digits.load_digits()
+        model = digits.train_network(train, epochs=10)
+        loader = DataLoader(TensorDataset(*train), batch_size=200, shuffle=True)
+        post_train_(model, loader, PostTrainConfig(epochs=10, lr=5e-3))
+        learned = {name: a.clone() for name, a in ttnorm.alphas(model).items()}
+
+        def error(alpha, size):
+            return digits.error(ttnorm.convert_(model, alpha), test, "fog", size)
+
+        assert error(learned, 200) < 0.7 * error(0.0, 200)
+        assert error(learned, 1) < 0.9 * error(1.0, 1)
+
+
+class TestConfigErrors:
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("init", "zeros"),
+            ("init", 1.5),
+            ("granularity", "pixel"),
+            ("average", "channel"),
+            ("schedule", "step"),
+            ("shift", "pixel"),
+            ("amp", "int8"),
+            ("dynamic_batch", (200, 4)),
+            ("epochs", -1),
+            ("lr", 0.0),
+        ],
+    )
+    def test_wrong_values_are_named(self, field, value):
+        with pytest.raises(ValueError, match=f"{field} is .*expected"):
+            PostTrainConfig(**{field: value})
+
+    def test_missing_prior(self, small_network, loader):
+        with pytest.raises(ValueError, match="needs a prior"):
+            optimise_alpha(small_network, loader, None)
+
+    def test_another_network_s_prior(self, small_network, loader):
+        with pytest.raises(ValueError, match="estimated on another one"):
+            optimise_alpha(small_network, loader, {"1": torch.rand(6)})

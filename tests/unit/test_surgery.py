@@ -1,0 +1,273 @@
+"""Conversion and back: nothing skipped, nothing mangled, everything as it was."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from timm.layers import BatchNormAct2d
+from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
+
+import ttnorm
+from ttnorm.surgery import borrowed
+
+KINDS = [
+    (nn.BatchNorm1d, (5, 4)),
+    (nn.BatchNorm1d, (5, 4, 3)),
+    (nn.BatchNorm2d, (5, 4, 3, 3)),
+    (nn.BatchNorm3d, (5, 4, 2, 3, 3)),
+    (nn.SyncBatchNorm, (5, 4, 3, 3)),
+    (FrozenBatchNorm2d, (5, 4, 3, 3)),
+    (BatchNormAct2d, (5, 4, 3, 3)),
+]
+
+
+def with_statistics(layer):
+    layer.running_mean.normal_()
+    layer.running_var.uniform_(0.5, 2)
+    layer.weight.data.uniform_(-1, 1)
+    layer.bias.data.uniform_(-1, 1)
+    return layer.eval()
+
+
+@pytest.mark.parametrize(("kind", "shape"), KINDS)
+class TestEveryKind:
+    def test_alpha_zero_changes_nothing_and_revert_gives_the_module_back(self, kind, shape):
+        layer = with_statistics(kind(4))
+        model, x = nn.Sequential(layer), torch.randn(shape)
+        before, expected = copy.deepcopy(model.state_dict()), model(x)
+        attributes = dict(layer.__dict__)
+
+        ttnorm.convert_(model, alpha=0.0)
+        torch.testing.assert_close(model(x), expected)
+
+        ttnorm.revert_(model)
+        assert model[0] is layer
+        assert type(layer) is kind
+        assert layer.__dict__.keys() == attributes.keys()
+        assert torch.equal(model(x), expected)
+        after = model.state_dict()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[key], before[key]) for key in before)
+
+    def test_alpha_one_uses_the_batch(self, kind, shape):
+        layer = with_statistics(kind(4))
+        x = torch.randn(shape) * 3 + 2
+        moved = ttnorm.convert_(nn.Sequential(layer), alpha=1.0)(100 * x - 7)
+        torch.testing.assert_close(layer(x), moved, atol=1e-4, rtol=1e-4)
+
+    def test_the_original_s_state_dict_loads_after_conversion(self, kind, shape):
+        original = nn.Sequential(with_statistics(kind(4)))
+        other = ttnorm.convert_(nn.Sequential(kind(4).eval()), alpha=0.3)
+        other.load_state_dict(original.state_dict())
+        x = torch.randn(shape)
+        expected = ttnorm.convert_(original, alpha=0.3)(x)
+        torch.testing.assert_close(other(x), expected)
+
+    def test_a_converted_state_dict_carries_alpha(self, kind, shape):
+        model = ttnorm.convert_(nn.Sequential(kind(4)), alpha=0.3)
+        other = ttnorm.convert_(nn.Sequential(kind(4)), alpha=0.0)
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(ttnorm.alphas(other)["0"], torch.full((4,), 0.3))
+
+    def test_train_and_eval_give_the_same_output_and_change_no_state(self, kind, shape):
+        model = ttnorm.convert_(nn.Sequential(with_statistics(kind(4))), alpha=0.3)
+        before = copy.deepcopy(model.state_dict())
+        x = torch.randn(shape)
+        assert torch.equal(model.train()(x), model.eval()(x))
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+    def test_copies_and_pickles_keep_alpha(self, kind, shape):
+        model = ttnorm.convert_(nn.Sequential(with_statistics(kind(4))), alpha=0.3)
+        x = torch.randn(shape)
+        for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(clone(x), model(x))
+            assert type(ttnorm.revert_(clone)[0]) is kind
+
+
+def test_timm_s_activation_and_dropout_stay():
+    layer = with_statistics(BatchNormAct2d(4, act_layer=nn.LeakyReLU, drop_layer=nn.Dropout))
+    x = torch.randn(5, 4, 3, 3)
+    expected = layer(x)
+    assert torch.equal(ttnorm.convert_(nn.Sequential(layer), 0.0)(x), expected)
+    assert isinstance(layer.act, nn.LeakyReLU)
+    torch.testing.assert_close(
+        layer.train()(x).eq(0).float().mean(), torch.tensor(0.5), atol=0.2, rtol=0
+    )
+
+
+def test_a_layer_used_in_two_places_stays_one_layer():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.BatchNorm1d(4)
+            self.again = nn.ModuleList([self.first, nn.BatchNorm1d(4)])
+
+    model = ttnorm.convert_(Twice(), alpha=0.1)
+    assert model.first is model.again[0]
+    assert list(ttnorm.alphas(model)) == ["first", "again.1"]
+
+
+def test_hooks_and_references_survive(small_network, images):
+    calls, layer = [], small_network[1]
+    layer.register_forward_hook(lambda *args: calls.append(1))
+    ttnorm.convert_(small_network, alpha=0.1)
+    small_network(images)
+    assert calls == [1]
+    assert small_network[1] is layer
+
+
+def test_alpha_is_no_parameter(small_network):
+    before = [name for name, _ in small_network.named_parameters()]
+    ttnorm.convert_(small_network, alpha=0.1)
+    assert [name for name, _ in small_network.named_parameters()] == before
+
+
+def test_converting_again_sets_alpha(small_network):
+    ttnorm.convert_(ttnorm.convert_(small_network, alpha=0.1), alpha=0.7)
+    assert all((a == 0.7).all() for a in ttnorm.alphas(small_network).values())
+
+
+def test_alpha_by_layer(small_network, images):
+    alpha = {"1": torch.linspace(0, 1, 6), "4": torch.tensor(0.5)}
+    ttnorm.convert_(small_network, alpha)
+    assert torch.equal(small_network[1].alpha, alpha["1"])
+    assert torch.equal(small_network[4].alpha, torch.full((8,), 0.5))
+
+
+def test_a_network_of_one_batchnorm_converts():
+    layer = nn.BatchNorm2d(3)
+    assert isinstance(ttnorm.convert_(layer, alpha=0.5), ttnorm.TTNorm2d)
+
+
+def test_a_layer_built_as_ttnorm_reverts_to_batchnorm():
+    for kind, expected in ((ttnorm.TTNorm1d, nn.BatchNorm1d), (ttnorm.TTNorm3d, nn.BatchNorm3d)):
+        assert type(ttnorm.revert_(nn.Sequential(kind(3, alpha=0.5)))[0]) is expected
+
+
+def test_names_ignore_wrappers(small_network):
+    ttnorm.convert_(small_network, alpha=0.1)
+    assert list(ttnorm.alphas(nn.DataParallel(small_network))) == ["1", "4"]
+    assert list(ttnorm.alphas(torch.compile(small_network))) == ["1", "4"]
+
+
+class TestRefused:
+    """With a clear error, and the model as it was."""
+
+    def refuses(self, layer, error, message):
+        model = nn.Sequential(nn.BatchNorm2d(4), layer)
+        with pytest.raises(error, match=message):
+            ttnorm.convert_(model, alpha=0.1)
+        assert type(model[0]) is nn.BatchNorm2d
+        assert not hasattr(model[0], "alpha")
+
+    def test_unknown_subclass(self):
+        class Renorm(nn.BatchNorm2d):
+            pass
+
+        self.refuses(Renorm(4), TypeError, r"1 \(Renorm\) is a BatchNorm that ttnorm does not know")
+
+    def test_unknown_class_with_running_statistics(self):
+        class Homemade(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("running_mean", torch.zeros(4))
+                self.register_buffer("running_var", torch.ones(4))
+
+        self.refuses(Homemade(), TypeError, "Homemade")
+
+    def test_without_running_statistics(self):
+        layer = nn.BatchNorm2d(4, track_running_stats=False)
+        self.refuses(layer, ValueError, "keeps no running statistics")
+
+    def test_lazy(self):
+        self.refuses(nn.LazyBatchNorm2d(), TypeError, "Run one forward first")
+
+    def test_no_batchnorm(self):
+        with pytest.raises(ValueError, match="Linear has no BatchNorm layers"):
+            ttnorm.convert_(nn.Linear(3, 3), alpha=0.1)
+
+    @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
+    def test_alpha_out_of_range(self, small_network, alpha):
+        with pytest.raises(ValueError, match=r"expected values in \[0, 1\]"):
+            ttnorm.convert_(small_network, alpha)
+        assert type(small_network[1]) is nn.BatchNorm2d
+
+    def test_alpha_of_another_shape(self, small_network):
+        with pytest.raises(ValueError, match=r"alpha for '4' has shape \(6,\), expected \(8,\)"):
+            ttnorm.convert_(small_network, {"1": torch.rand(6), "4": torch.rand(6)})
+
+    def test_alpha_of_other_layers(self, small_network):
+        with pytest.raises(ValueError, match=r"Missing: \['4'\]; unknown: \['5'\]"):
+            ttnorm.convert_(small_network, {"1": torch.rand(6), "5": torch.rand(6)})
+
+    def test_not_converted(self, small_network):
+        with pytest.raises(ValueError, match=r"Call ttnorm\.convert_"):
+            ttnorm.alphas(small_network)
+
+
+def test_instance_norm_is_none_of_our_business(images):
+    model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True), nn.BatchNorm2d(3))
+    ttnorm.convert_(model, alpha=0.1)
+    assert type(model[0]) is nn.InstanceNorm2d
+
+
+class TestIsolated:
+    @pytest.mark.parametrize("group_size", [1, 3, 5, 10, 16])
+    def test_equals_separate_forwards(self, small_network, images, group_size):
+        ttnorm.convert_(small_network, alpha=0.6)
+        with ttnorm.isolated(small_network, group_size):
+            together = small_network(images)
+        apart = torch.cat([small_network(part) for part in images.split(group_size)])
+        torch.testing.assert_close(together, apart)
+
+    def test_is_undone_after_an_exception(self, small_network):
+        ttnorm.convert_(small_network, alpha=0.6)
+        with pytest.raises(KeyError), ttnorm.isolated(small_network, 2):
+            raise KeyError
+        assert small_network[1].group_size is None
+
+    def test_nests(self, small_network):
+        ttnorm.convert_(small_network, alpha=0.6)
+        with ttnorm.isolated(small_network, 4):
+            with ttnorm.isolated(small_network, 2):
+                assert small_network[1].group_size == 2
+            assert small_network[1].group_size == 4
+
+    @pytest.mark.parametrize("group_size", [0, -1, 2.5, True])
+    def test_wrong_sizes(self, small_network, group_size):
+        ttnorm.convert_(small_network, alpha=0.6)
+        with (
+            pytest.raises(ValueError, match="expected a whole number"),
+            ttnorm.isolated(small_network, group_size),
+        ):
+            pass
+
+
+def test_borrowed_models_come_back_as_they_were(small_network):
+    small_network[0].weight.requires_grad_(False)
+    small_network[1].train()
+    for converted in (False, True):
+        if converted:
+            ttnorm.convert_(small_network, alpha=0.3, cross_term=False)
+        kind = type(small_network[1])
+        with borrowed(small_network, alpha=0.0):
+            assert not small_network[1].training
+            assert not any(p.requires_grad for p in small_network.parameters())
+            assert (small_network[1].alpha == 0).all()
+        with pytest.raises(KeyError), borrowed(small_network, alpha=0.0):
+            raise KeyError
+        assert type(small_network[1]) is kind
+        assert small_network[1].training
+        assert not small_network[4].training
+        assert [p.requires_grad for p in small_network.parameters()] == [False] + 9 * [True]
+        if converted:
+            assert (small_network[1].alpha == 0.3).all()
+            assert not small_network[1].cross_term
+
+
+def test_wrong_input_dimensions_are_batchnorm_s_own_error():
+    layer = ttnorm.TTNorm2d(3)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        layer(torch.rand(2, 3))
