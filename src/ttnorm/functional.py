@@ -79,12 +79,20 @@ def mix_moments(
     alpha, source_mean, source_var = (
         t.to(batch_mean.dtype) for t in (alpha, source_mean, source_var)
     )
-    batch_mean = _source_where_unused(alpha, source_mean, batch_mean)
-    batch_var = _source_where_unused(alpha, source_var, batch_var)
-    mean = alpha * batch_mean + (1 - alpha) * source_mean
-    var = alpha * batch_var + (1 - alpha) * source_var
+    # lerp(a, b, w) = w * b + (1 - w) * a, and exactly a and b at the ends
+    mean = torch.lerp(source_mean, batch_mean, alpha)
+    var = torch.lerp(source_var, batch_var, alpha)
     if cross_term:
-        var = var + alpha * (1 - alpha) * (batch_mean - source_mean).square()
+        # mean - mu_s = alpha (mu - mu_s) and mu - mean = (1 - alpha) (mu - mu_s)
+        var = torch.addcmul(var, mean - source_mean, batch_mean - mean)
+    if not (torch.is_grad_enabled() and alpha.requires_grad):
+        # 0 * NaN is NaN: a broken sample must not reach a channel that never looks at the batch.
+        # (Where alpha is being fitted, this would hide the gradient that lets it leave 0.)
+        unused = alpha == 0
+        mean, var = (
+            torch.where(unused, source_mean, mean),
+            torch.where(unused, source_var, var),
+        )
     return mean, var
 
 
@@ -109,18 +117,19 @@ def normalise(
         >>> normalise(torch.tensor([[3.0]]), torch.tensor([1.0]), torch.tensor([4.0]), eps=0.0)
         tensor([[1.]])
     """
-    weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype).expand_as(mean)
-    bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype).expand_as(mean)
+    weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+    bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
     if group_size is not None:
         mean, var, weight, bias = (
-            _per_sample(t, x.shape[0], group_size) for t in (mean, var, weight, bias)
+            _per_sample(t.expand_as(mean), x.shape[0], group_size)
+            for t in (mean, var, weight, bias)
         )
     if _native(x, mean, var, weight, bias):
         if group_size is None:
-            return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+            return _native_normalise(x, mean, var, weight, bias, eps)
         if x.is_contiguous():  # then every (sample, channel) is one contiguous row: no copy
             mean, var, weight, bias = (t.reshape(-1) for t in (mean, var, weight, bias))
-            y = F.batch_norm(_rows(x), mean, var, weight, bias, False, 0.0, eps)
+            y = _native_normalise(_rows(x), mean, var, weight, bias, eps)
             # What y was is forgotten here, and a plain view could not be followed by relu_.
             return torch.ops.aten._unsafe_view(y, x.shape)
     scale = weight * torch.rsqrt(var + eps)
@@ -241,8 +250,7 @@ class _TestTimeNorm(torch.autograd.Function):
 
         inv_std = torch.rsqrt(var + eps)
         scale = inv_std if weight is None else inv_std * weight.to(mean.dtype)
-        shift = _source_where_unused(a, source_mean, batch_mean) - source_mean
-        excess = _source_where_unused(a, source_var, batch_var) - source_var
+        shift, excess = batch_mean - source_mean, batch_var - source_var
         cross = 1.0 if cross_term else 0.0
         grad_x = grad_alpha = None
         if ctx.needs_input_grad[3]:
@@ -310,21 +318,17 @@ def _check_arguments(
         raise ValueError(f"x has {x.dim()} dimensions, expected 2 to 5: (N, C, ...).")
     if group_size is not None and group_size < 1:
         raise ValueError(f"group_size is {group_size}, expected at least 1, or None.")
-    channels = x.shape[1]
-    named = {
-        "running_mean": running_mean,
-        "running_var": running_var,
-        "weight": weight,
-        "bias": bias,
-        "alpha": alpha if alpha.dim() else None,
-    }
-    for name, tensor in named.items():
-        if tensor is not None and tensor.shape != (channels,):
+    if alpha.dim() == 0:
+        alpha = alpha.expand(x.shape[1])
+    names = ("running_mean", "running_var", "weight", "bias", "alpha")
+    expected = x.shape[1:2]
+    for name, t in zip(names, (running_mean, running_var, weight, bias, alpha), strict=True):
+        if t is not None and t.shape != expected:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, expected ({channels},): "
-                f"x is {tuple(x.shape)}, so it has {channels} channels."
+                f"{name} has shape {tuple(t.shape)}, expected {tuple(expected)}: "
+                f"x is {tuple(x.shape)}, so it has {x.shape[1]} channels."
             )
-    return alpha if alpha.dim() else alpha.expand(channels)
+    return alpha
 
 
 def _moment_dtype(x: Tensor) -> torch.dtype:
@@ -340,26 +344,40 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 def _native(*tensors: Tensor) -> bool:
     """Whether BatchNorm's own kernels may be called: they trace badly and hide some gradients."""
-    return (
-        not torch.compiler.is_compiling()
-        and tensors[0].device.type in ("cpu", "cuda")
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return False
+    return (tensors[0].is_cpu or tensors[0].is_cuda) and not torch.compiler.is_compiling()
 
 
 def _native_moments(x: Tensor) -> Moments:
     # BatchNorm's statistics pass: 2-20x faster on a CPU than var_mean. It insists on updating
     # running statistics, and takes the moments' dtype from them: give it some to throw away.
-    unused = torch.zeros(2, x.shape[1], dtype=_moment_dtype(x), device=x.device)
-    mean, var = torch.ops.aten.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
+    unused = torch.empty(x.shape[1], dtype=_moment_dtype(x), device=x.device)
+    mean, var = torch.ops.aten.batch_norm_update_stats(x, unused, unused, 0.0)
     return mean, var
+
+
+def _native_normalise(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    # not F.batch_norm, which in some versions refuses eps = 0
+    return torch.batch_norm(
+        x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled
+    )
 
 
 def _native_affine_gradients(
     grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> Moments:
+    """BatchNorm's own reductions: one pass, no copy."""
+    inv_std = torch.rsqrt(var + eps)
+    if x.is_cuda:
+        total, centred, _, _ = torch.batch_norm_backward_reduce(
+            grad, x, mean, inv_std, None, True, False, False
+        )
+        return centred * inv_std, total
     _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-        grad, x, None, mean, var, None, None, False, eps, [False, True, True]
+        grad, x, None, None, None, mean, inv_std, True, eps, [False, True, True]
     )
     return grad_weight, grad_bias
 
@@ -446,11 +464,6 @@ def _spatial_sum(x: Tensor) -> Tensor:
 
 def _sum_to_channels(t: Tensor) -> Tensor:
     return t.sum(0) if t.dim() == 2 else t
-
-
-def _source_where_unused(alpha: Tensor, source: Tensor, batch: Tensor) -> Tensor:
-    # 0 * NaN is NaN: a broken sample must not reach a channel that never looks at the batch.
-    return torch.where((alpha == 0) & ~torch.isfinite(batch), source, batch)
 
 
 def _merge_ranks(x: Tensor, mean: Tensor, var: Tensor, group: dist.ProcessGroup) -> Moments:

@@ -49,7 +49,7 @@ class TTNormBase(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_input_dim(x)  # BatchNorm's own
+        self._check_input_dim(x)  # type: ignore[operator]  # BatchNorm's own
         return self.standardise(x)
 
     def extra_repr(self) -> str:

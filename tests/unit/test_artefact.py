@@ -134,7 +134,7 @@ class TestRefused:
             damaged = bytearray(content)
             damaged[position] ^= 0x15
             path.write_bytes(damaged)
-            with pytest.raises(ValueError, match="damaged|no alpha file|newer|format"):
+            with pytest.raises(ValueError, match=r"damaged|no alpha file|has format"):
                 ttnorm.load_(model, path)
 
     @pytest.mark.parametrize("value", [float("nan"), -0.01, 1.01, float("inf")])

@@ -1,7 +1,8 @@
-"""Post-training: every switch of the paper, reproducible, resumable, and no trace on the network."""
+"""Post-training: every switch of the paper, reproducible, resumable, no trace on the network."""
 
 import dataclasses
 import functools
+import itertools
 import random
 
 import numpy as np
@@ -177,7 +178,7 @@ class TestLoop:
         result = optimise_alpha(small_network, loader, prior, config)
         assert 4 <= len(result.history) < 100
         recent = [row["mse"] for row in result.history[-4:]]
-        assert all(abs(b - a) <= 0.05 * a for a, b in zip(recent, recent[1:], strict=False))
+        assert all(abs(b - a) <= 0.05 * a for a, b in itertools.pairwise(recent))
 
     def test_steps_per_epoch(self, small_network, loader, prior):
         calls = []

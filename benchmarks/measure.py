@@ -1,0 +1,103 @@
+"""What the benchmarks share: time and memory of functions side by side, and their records."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+RESULTS = Path(__file__).parent / "results"
+Record = dict[str, Any]
+
+
+def seconds(
+    functions: Mapping[str, Callable[[], Any]], device: str, rounds: int
+) -> dict[str, float]:
+    """Median seconds of each function, called in turns so that all meet the same machine."""
+    for function in functions.values():
+        for _ in range(3):
+            function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            times[name].append(_once(function, device))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak_bytes(function: Callable[[], Any], device: str) -> int:
+    """Most memory that is allocated at once while the function runs, beyond what already was."""
+    gc.collect()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
+    total = peak = 0
+    for event in sorted(changes, key=lambda e: e["args"]["Ev Idx"]):
+        total += event["args"]["Bytes"]
+        peak = max(peak, total)
+    return peak
+
+
+def record(
+    benchmark: str, case: str, value: float, unit: str, baseline: float, device: str
+) -> Record:
+    return {
+        "benchmark": benchmark,
+        "case": case,
+        "value": value,
+        "unit": unit,
+        "baseline": baseline,
+        "ratio": value / baseline,
+        "device": device_name(device),
+    }
+
+
+def write(name: str, device: str, records: Sequence[Record]) -> None:
+    """Print the records as a table and write them to results/NAME.DEVICE.json."""
+    width = max(len(r["case"]) for r in records)
+    print(f"{name} on {device_name(device)}, torch {torch.__version__}")
+    print(f"{'case':{width}}  {'value':>10}  {'baseline':>10}  ratio")
+    for r in records:
+        values = f"{r['value']:10.4g}  {r['baseline']:10.4g}"
+        print(f"{r['case']:{width}}  {values}  {r['ratio']:5.2f}  {r['unit']}")
+    RESULTS.mkdir(exist_ok=True)
+    lines = ",\n".join(json.dumps(r) for r in records)
+    (RESULTS / f"{name}.{device}.json").write_text(f"[\n{lines}\n]\n")
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def _once(function: Callable[[], Any], device: str) -> float:
+    if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started

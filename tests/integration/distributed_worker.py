@@ -1,0 +1,110 @@
+"""Run by torchrun from test_distributed.py: every rank takes its part of each batch."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+import ttnorm
+
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(6, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    ).double()
+    for _ in range(20):
+        model(torch.rand(32, 3, 10, 10, dtype=torch.float64))
+    return model.eval()
+
+
+def part(batch):
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gathered(t):
+    parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, t.contiguous())
+    return torch.cat(parts)
+
+
+def summed(t):
+    t = t.clone()
+    dist.all_reduce(t)
+    return t
+
+
+def darker(images, generator):
+    """One draw for the batch: the ranks share the seed, so they share the shift."""
+    return images * (0.3 + 0.7 * torch.rand(1, generator=generator).double())
+
+
+def sync_layer():
+    torch.manual_seed(1)
+    x = part(torch.randn(8, 4, 5, 5, dtype=torch.float64)).requires_grad_()
+    target = part(torch.randn(8, 4, 5, 5, dtype=torch.float64))
+    layer = nn.SyncBatchNorm(4).double()
+    layer.running_mean.normal_()
+    ttnorm.convert_(layer, alpha=0.4)
+    layer.alpha = layer.alpha.clone().requires_grad_()
+    y = layer(x)
+    (y * target).sum().backward()
+    return {
+        "output": gathered(y.detach()),
+        "input gradient": gathered(x.grad),
+        "weight gradient": summed(layer.weight.grad),
+        "alpha gradient": summed(layer.alpha.grad),
+    }
+
+
+def post_train():
+    torch.manual_seed(2)
+    x, y = torch.rand(6, 16, 3, 10, 10, dtype=torch.float64), torch.randint(4, (6, 16))
+    loader = [(part(a), part(b)) for a, b in zip(x, y, strict=True)]
+    config = ttnorm.PostTrainConfig(epochs=3, lr=0.02)
+    options = {"augment": darker, "prior_augment": darker}
+
+    result = ttnorm.post_train_(network(), loader, config, **options)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    checkpoint = Path(folder[0]) / "run.safetensors"
+    batches = []
+
+    def stop(images, generator):
+        batches.append(1)
+        if len(batches) == 9:  # in the second epoch
+            raise KeyboardInterrupt
+        return darker(images, generator)
+
+    try:
+        ttnorm.post_train_(
+            network(), loader, config, augment=stop, prior_augment=darker, checkpoint=checkpoint
+        )
+    except KeyboardInterrupt:
+        dist.barrier()
+    resumed = ttnorm.post_train_(network(), loader, config, checkpoint=checkpoint, **options)
+    return {
+        **{f"prior {name}": value for name, value in result.prior.items()},
+        **{f"alpha {name}": value for name, value in result.alpha.items()},
+        **{f"resumed {name}": value for name, value in resumed.alpha.items()},
+    }
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    tensors = sync_layer() | post_train()
+    if dist.get_rank() == 0:
+        save_file(tensors, sys.argv[1])
+    dist.destroy_process_group()

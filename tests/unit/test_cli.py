@@ -1,0 +1,140 @@
+"""The command line, on a user's own network and loader given as MODULE:FUNCTION."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ttnorm
+from ttnorm import artefact, cli
+
+USER_CODE = """
+    import torch
+    from torch import nn
+
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(), nn.Linear(6, 4),
+        ).eval()
+
+    def loader():
+        generator = torch.Generator().manual_seed(0)
+        x = torch.rand(3, 8, 3, 10, 10, generator=generator)
+        y = torch.randint(4, (3, 8), generator=generator)
+        return list(zip(x, y))
+
+    def normalised():
+        return [(2 * x - 1, y) for x, y in loader()]
+
+    def no_network():
+        return 3
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(USER_CODE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return tmp_path
+
+
+def run(*args):
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+
+
+@pytest.fixture
+def alpha_file(project):
+    result = run("post-train", "mine:network", "mine:loader", "mine.ttn.safetensors", "--epochs", 2)
+    assert result.exit_code == 0, result.output
+    return project / "mine.ttn.safetensors"
+
+
+def test_post_train_writes_a_file_that_loads(alpha_file):
+    import mine
+
+    model = ttnorm.load_(mine.network(), alpha_file)
+    assert isinstance(model[1], ttnorm.TTNorm2d)
+    assert artefact.read(alpha_file).metadata["config"]["epochs"] == 2
+
+
+def test_post_train_equals_the_library_call(alpha_file):
+    import mine
+
+    config = ttnorm.PostTrainConfig(epochs=2)
+    expected = ttnorm.post_train_(mine.network(), mine.loader(), config).alpha
+    assert torch.equal(artefact.read(alpha_file).alpha["1"], expected["1"].cpu())
+
+
+def test_post_train_takes_every_option(project):
+    options = (
+        "--epochs 1 --lr 0.01 --lambda 0.1 --init 0.3 --granularity layer --shift image "
+        "--dynamic-batch 2 8 --early-stop 0.01 --steps-per-epoch 2 --prior-samples 8 "
+        "--mean 0.5,0.5,0.5 --std 0.5,0.5,0.5 --amp bfloat16 --checkpoint run.safetensors "
+        "--seed 3 --device cpu"
+    )
+    result = run(
+        "post-train", "mine:network", "mine:normalised", "out.safetensors", *options.split()
+    )
+    assert result.exit_code == 0, result.output
+    config = artefact.read(project / "out.safetensors").metadata["config"]
+    assert config["dynamic_batch"] == [2, 8]
+    assert config["init"] == 0.3
+    assert config["lambda_"] == 0.1
+    assert (project / "run.safetensors").exists()
+
+
+def test_info_shows_layers_and_how_it_was_made(alpha_file):
+    result = run("info", alpha_file)
+    assert result.exit_code == 0
+    assert "1 layers, 6 channels, mean alpha 0." in result.output
+    assert "epochs=2" in result.output
+
+
+def test_histogram_has_a_bar_where_the_alphas_are():
+    bars = cli._histogram(torch.tensor([0.0] * 8 + [0.51, 1.0]))
+    assert len(bars) == 20
+    assert bars == "▇" + "·" * 9 + "▁" + "·" * 8 + "▁"
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "pt2"])
+def test_export_writes_a_graph(alpha_file, suffix):
+    result = run("export", "mine:network", alpha_file, f"mine.{suffix}", "--shape", "3,10,10")
+    assert result.exit_code == 0, result.output
+    assert (alpha_file.parent / f"mine.{suffix}").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("post-train mine mine:loader x", "'mine' names no function, expected MODULE:FUNCTION"),
+        ("post-train mine:nothing mine:loader x", "mine has no function 'nothing'"),
+        ("post-train absent:network mine:loader x", "No module named 'absent'"),
+        ("post-train mine:no_network mine:loader x", "returned a int, expected a torch.nn.Module"),
+        (
+            "post-train mine:network mine:loader x --init much",
+            "--init is 'much', which is no number",
+        ),
+        ("post-train mine:network mine:normalised x", "pass the mean and std"),
+        ("info absent.safetensors", "There is no file absent.safetensors"),
+        ("export mine:network absent x.tflite --shape 3,10,10", "expected .onnx or .pt2"),
+    ],
+)
+def test_mistakes_are_one_line_without_a_traceback(project, args, message):
+    command = [sys.executable, "-m", "ttnorm", *args.split()]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=project)
+    assert result.returncode == 1
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+
+
+def test_help_names_every_command():
+    result = run("--help")
+    for command in ("post-train", "info", "export", "demo"):
+        assert command in result.output

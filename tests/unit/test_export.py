@@ -1,0 +1,160 @@
+"""Graphs for production: torch.compile, torch.export and ONNX agree with eager at any size."""
+
+import shutil
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import ttnorm
+from ttnorm.models.wide_resnet import WideResNet
+
+BATCH_SIZES = (1, 2, 7, 200)
+
+
+@pytest.fixture(scope="module")
+def network():
+    """A residual network whose layers trust the batch to all degrees."""
+    torch.manual_seed(0)
+    model = WideResNet(depth=10, width=1)
+    for _ in range(10):
+        model(torch.rand(64, 3, 16, 16))
+    ttnorm.convert_(model, alpha=0.5)
+    for alpha in ttnorm.alphas(model).values():
+        alpha.uniform_()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def session(network, tmp_path_factory):
+    path = tmp_path_factory.mktemp("onnx") / "network.onnx"
+    ttnorm.to_onnx(network, torch.rand(1, 3, 16, 16), path)
+    onnx.checker.check_model(str(path))
+    assert onnx.load(path).opset_import[0].version >= 17
+    return onnxruntime.InferenceSession(path)
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+def test_onnxruntime_agrees_with_eager(network, session, batch_size):
+    x = torch.rand(batch_size, 3, 16, 16) ** 2  # another distribution than the training one
+    (output,) = session.run(["output"], {"x": x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(output), network(x), rtol=0, atol=1e-4)
+
+
+def test_the_onnx_graph_adapts(session):
+    """A sample's output depends on the rest of its batch, as it must."""
+    x = torch.rand(8, 3, 16, 16)
+    (dark,) = session.run(None, {"x": torch.cat((x[:1], 0.1 * x[1:])).numpy()})
+    (bright,) = session.run(None, {"x": x.numpy()})
+    assert abs(dark[0] - bright[0]).max() > 1e-2
+
+
+def test_torch_export_agrees_with_eager(network):
+    program = ttnorm.to_exported_program(network, torch.rand(1, 3, 16, 16))
+    for batch_size in BATCH_SIZES:
+        x = torch.rand(batch_size, 3, 16, 16)
+        torch.testing.assert_close(program.module()(x), network(x), rtol=1e-4, atol=1e-5)
+
+
+def test_an_exported_program_survives_its_file(network, tmp_path):
+    path = tmp_path / "network.pt2"
+    torch.export.save(ttnorm.to_exported_program(network, torch.rand(2, 3, 16, 16)), path)
+    x = torch.rand(5, 3, 16, 16)
+    loaded = torch.export.load(path).module()
+    torch.testing.assert_close(loaded(x), network(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.BatchNorm1d, (4,)), (nn.BatchNorm1d, (4, 6)), (nn.BatchNorm3d, (4, 2, 3, 3))],
+)
+def test_other_dimensions_export(layer, shape, tmp_path):
+    model = ttnorm.convert_(nn.Sequential(layer(4)), alpha=0.5)
+    path = tmp_path / "layer.onnx"
+    ttnorm.to_onnx(model, torch.rand(2, *shape), path)
+    session = onnxruntime.InferenceSession(path)
+    for batch_size in (1, 5):
+        x = torch.randn(batch_size, *shape)
+        (output,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(output), model(x), rtol=0, atol=1e-4)
+
+
+def test_an_unconverted_network_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no test-time normalization layers"):
+        ttnorm.to_onnx(
+            nn.Sequential(nn.BatchNorm2d(3)), torch.rand(2, 3, 4, 4), tmp_path / "x.onnx"
+        )
+
+
+def test_an_old_opset_is_refused(network, tmp_path):
+    with pytest.raises(ValueError, match="opset is 16, expected 17 or newer"):
+        ttnorm.to_onnx(network, torch.rand(2, 3, 16, 16), tmp_path / "x.onnx", opset=16)
+
+
+def test_export_leaves_the_mode_alone(network):
+    network.train()
+    ttnorm.to_exported_program(network, torch.rand(2, 3, 16, 16))
+    assert all(module.training for module in network.modules())
+    network.eval()
+
+
+class TestCompile:
+    def compiles(self, model, shape, sizes):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        with torch.no_grad():
+            for size in sizes:
+                compiled(torch.rand(size, *shape))
+        return counter.frame_count
+
+    def test_no_recompile_per_batch_size(self):
+        """Once for the first size, once for all others, whatever the number of sizes."""
+        model = ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3)), 0.3)
+        assert self.compiles(model, (3, 8, 8), (2, 7, 200, 64, 33, 5, 128)) == 2
+
+    def test_a_network_compiles_as_often_as_with_batchnorm(self, network):
+        """torch itself looks at the batch size of a convolution: one graph more on some CPUs."""
+        sizes = (2, 7, 200, 64, 33, 5, 128, 1)
+        ours = self.compiles(network, (3, 16, 16), sizes)
+        plain = self.compiles(WideResNet(depth=10, width=1).eval(), (3, 16, 16), sizes)
+        assert ours == plain
+
+    @pytest.mark.skipif(
+        not any(map(shutil.which, ("c++", "g++", "clang++"))),
+        reason="inductor needs a C++ compiler",
+    )
+    def test_inductor_agrees_with_eager(self):
+        model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3))
+        ttnorm.convert_(model, alpha=0.3)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True)
+        for size in (1, 4, 9):
+            x = torch.rand(size, 3, 8, 8)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+    def test_gradients_of_the_compiled_function_are_the_analytic_ones(self):
+        x = torch.randn(6, 3, 4, 4)
+        mean, var, weight, bias = (
+            torch.randn(3),
+            torch.rand(3) + 0.5,
+            torch.randn(3),
+            torch.randn(3),
+        )
+        alpha = torch.tensor([0.0, 0.4, 1.0])
+
+        def gradients(fn):
+            inputs = [t.clone().requires_grad_() for t in (x, weight, bias, alpha)]
+            y = fn(inputs[0], mean, var, *inputs[1:])
+            y.square().sum().backward()
+            return [t.grad for t in inputs]
+
+        torch._dynamo.reset()
+        fn = ttnorm.functional.test_time_norm
+        compiled = gradients(torch.compile(fn, fullgraph=True, backend="aot_eager"))
+        for got, expected in zip(compiled, gradients(fn), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
