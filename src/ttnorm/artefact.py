@@ -19,7 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .surgery import alphas, batchnorm_layers, convert_, ttn_layers
+from .surgery import (
+    alphas,
+    batchnorm_layers,
+    config_of,
+    convert_,
+    remember_config,
+    ttn_layers,
+)
 from .version import __version__
 
 FORMAT = "ttnorm-alpha"
@@ -48,11 +55,12 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         TTNorm2d(8, eps=1e-05, alpha=0.100 [0.100, 0.100])
     """
     tensors = {name: a.detach().float().cpu().contiguous() for name, a in alphas(model).items()}
+    _check_values(tensors, "The model")
     metadata = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "ttnorm": __version__,
-        "config": model.__dict__.get("_ttnorm_config", {}),
+        "config": config_of(model) or {},
         "cross_term": all(layer.cross_term for layer in ttn_layers(model).values()),
         "fingerprint": fingerprint(model),
     }
@@ -78,7 +86,7 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True
     alpha, metadata = read(path)
     _check_fingerprint(metadata["fingerprint"], fingerprint(model), strict, path)
     convert_(model, alpha, cross_term=metadata["cross_term"])
-    model.__dict__["_ttnorm_config"] = metadata["config"]
+    remember_config(model, metadata["config"])
     return model
 
 
@@ -99,9 +107,7 @@ def read(path: str | os.PathLike[str]) -> AlphaFile:
         raise ValueError(
             f"{path} is damaged: its content does not match its checksum. Copy it anew."
         )
-    for name, alpha in tensors.items():
-        if not bool(((alpha >= 0) & (alpha <= 1)).all()):  # NaN is neither
-            raise ValueError(f"{path}: alpha for {name!r} has values outside [0, 1] or NaN.")
+    _check_values(tensors, path)
     order = [name for name, _ in metadata["fingerprint"]["layers"]]
     return AlphaFile({name: tensors[name] for name in order}, metadata)
 
@@ -167,6 +173,12 @@ def write_atomically(
         Path(partial).unlink(missing_ok=True)
 
 
+def _check_values(tensors: Mapping[str, Tensor], where: object) -> None:
+    for name, alpha in tensors.items():
+        if not bool(((alpha >= 0) & (alpha <= 1)).all()):  # NaN is neither
+            raise ValueError(f"{where}: alpha for {name!r} has values outside [0, 1] or NaN.")
+
+
 def _check_fingerprint(
     theirs: dict[str, Any], ours: dict[str, Any], strict: bool, path: str | os.PathLike[str]
 ) -> None:
@@ -178,8 +190,13 @@ def _check_fingerprint(
             f"{len(ours['layers'])} here; first difference: {first}."
         )
     common = theirs["statistics"].keys() & ours["statistics"].keys()
-    same = bool(common) and all(theirs["statistics"][p] == ours["statistics"][p] for p in common)
-    if strict and not same:
+    if strict and not common:
+        raise ValueError(
+            f"{path} was saved from a {'/'.join(theirs['statistics'])} network and this one is "
+            f"{'/'.join(ours['statistics'])}: their statistics cannot be compared. Load the file "
+            "before casting the network, or pass strict=False."
+        )
+    if strict and any(theirs["statistics"][p] != ours["statistics"][p] for p in common):
         raise ValueError(
             f"{path} was made for a network with other running statistics: another checkpoint, or "
             "the weights are not loaded yet. Load the weights first, post-train this checkpoint, "

@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
+from .distributed import rank, world_size
+
 Augment = Callable[[Tensor, Generator | None], Tensor]
 Per = Literal["batch", "image"]
 
@@ -108,8 +110,8 @@ def shift_images(
     """
     if mean is None and std is None:
         return augment(images, generator)
-    offset = _per_channel(images, mean if mean is not None else [0.0])
-    scale = _per_channel(images, std if std is not None else [1.0])
+    offset = _per_channel(images, mean if mean is not None else 0.0)
+    scale = _per_channel(images, std if std is not None else 1.0)
     unit = images * scale + offset
     _check_unit_range(unit)
     # Rounding alone leaves [0, 1] by less than the tolerance just checked.
@@ -145,8 +147,13 @@ class _Draw:
     def uniform(self, low: float, high: float) -> Tensor:
         count = len(self.images)
         device = self.generator.device if self.generator is not None else self.images.device
+        # Ranks share their seed, so that a batch over all ranks is one domain. Draws per image are
+        # made for all of that batch, and each rank takes its part: what one process would draw.
+        draws = count * world_size() if self.per == "image" else 1
         # float32 whatever the images are, so that a seed means the same shift in every dtype
-        u = torch.rand(count if self.per == "image" else 1, generator=self.generator, device=device)
+        u = torch.rand(draws, generator=self.generator, device=device)
+        if self.per == "image":
+            u = u[rank() * count : (rank() + 1) * count]
         return (low + (high - low) * u).to(self.images).expand(count)
 
     def chance(self, probability: float) -> Tensor:
@@ -181,8 +188,9 @@ def _check_unit_range(images: Tensor) -> None:
         )
 
 
-def _per_channel(images: Tensor, values: Sequence[float]) -> Tensor:
+def _per_channel(images: Tensor, values: Sequence[float] | float) -> Tensor:
     channels = images.shape[1]
+    values = [values] if isinstance(values, (int, float)) else values
     if len(values) not in (1, channels):
         raise ValueError(
             f"mean and std have {len(values)} values, expected one per channel: {channels}."

@@ -28,7 +28,9 @@ def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
         >>> program.module()(torch.rand(7, 3, 8, 8)).shape
         torch.Size([7, 3, 8, 8])
     """
-    ttn_layers(model)  # an unconverted network would export, and never adapt
+    layers = ttn_layers(model)  # an unconverted network would export, and never adapt
+    if any(layer.group_size is not None for layer in layers.values()):
+        raise ValueError("The model is isolated; export it outside of ttnorm.isolated().")
     with _eval_mode(model), torch.no_grad():
         return torch.export.export(
             model, (_at_least_two(example),), dynamic_shapes=({0: Dim("batch", min=1)},)
@@ -38,30 +40,34 @@ def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
 def to_onnx(
     model: nn.Module, example: Tensor, path: str | os.PathLike[str], *, opset: int = 18
 ) -> None:
-    """Write an ONNX file with a dynamic batch dimension, input `x` and output `output`.
+    """Write an ONNX file with a dynamic batch dimension, input `x` and, if it is one, `output`.
 
     Args:
         model: a converted network.
         example: an input of any batch size.
         path: where to write.
-        opset: 17 or newer.
+        opset: 17 or newer. torch's exporter writes 18; what it cannot convert that to is refused.
     """
     if opset < 17:
         raise ValueError(f"opset is {opset}, expected 17 or newer.")
     program = to_exported_program(model, example)
+    single = len(program.graph_signature.user_outputs) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own notes on its deprecations
-        torch.onnx.export(
+        exported = torch.onnx.export(
             program,
             (),
-            os.fspath(path),
             input_names=["x"],
-            output_names=["output"],
+            output_names=["output"] if single else None,
             opset_version=opset,
             dynamo=True,
-            external_data=False,
             verbose=False,
         )
+    assert exported is not None
+    written = exported.model.opset_imports[""]
+    if written != opset:  # the exporter says so in its log only
+        raise ValueError(f"opset is {opset}, and torch's exporter offers {written} instead.")
+    exported.save(path, external_data=False)
 
 
 def _at_least_two(example: Tensor) -> Tensor:

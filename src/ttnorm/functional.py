@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .distributed import rank
+
 Moments = tuple[Tensor, Tensor]
 
 
@@ -175,10 +177,16 @@ def test_time_norm(
                 [ 1.]])
     """
     alpha = _check_arguments(x, running_mean, running_var, weight, bias, alpha, group_size)
-    if x.numel() == 0:  # no samples, no moments; BatchNorm in eval mode knows the output's shape
-        return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
     if group_size is not None:
         process_group = None
+    if x.numel() == 0:
+        if process_group is not None:
+            raise ValueError(
+                f"x is empty, {tuple(x.shape)}, on rank {rank()}: the other ranks would "
+                "wait for its statistics. Give every rank at least one sample."
+            )
+        # no samples, no moments; BatchNorm in eval mode knows the output's shape
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
     tensors = (x, weight, bias, alpha)
     options = (eps, group_size, cross_term, process_group)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -266,8 +274,13 @@ class _TestTimeNorm(torch.autograd.Function):
             grad_batch_mean = a * grad_mean + cross * 2 * a * (1 - a) * shift * grad_var
             # d mu / dx = 1 / n and d var / dx = 2 (x - mu) / n: once more an affine map.
             slope, offset = 2 * a * grad_var / count, grad_batch_mean / count
+            # as in the forward, a broken sample does not reach channels that ignore the batch
+            unused = a == 0
+            slope, offset, centre = (
+                torch.where(unused, 0.0, t) for t in (slope, offset, batch_mean)
+            )
             one = torch.ones_like(slope)
-            grad_x = normalise(x, batch_mean, one, slope, offset, 0.0, group_size)
+            grad_x = normalise(x, centre, one, slope, offset, 0.0, group_size)
             grad_x.addcmul_(grad, _broadcast(scale, x, group_size))
         return (
             grad_x,

@@ -53,10 +53,11 @@ class TTNormBase(nn.Module):
         return self.standardise(x)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.running_mean.numel()}, eps={self.eps}, alpha={self.alpha.mean().item():.3f} "
-            f"[{self.alpha.min().item():.3f}, {self.alpha.max().item():.3f}]"
-        )
+        text = f"{self.running_mean.numel()}, eps={self.eps}"
+        if self.alpha.is_meta:
+            return text
+        low, high = torch.aminmax(self.alpha)
+        return f"{text}, alpha={self.alpha.mean():.3f} [{low:.3f}, {high:.3f}]"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # The state dict of the network before conversion has no alpha and must load all the same.
@@ -77,6 +78,8 @@ class _TTNorm(TTNormBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha is {alpha}, expected a number in [0, 1].")
         super().__init__(num_features, eps=eps, affine=affine, device=device, dtype=dtype)
         self.register_buffer("alpha", torch.full_like(self.running_mean, alpha))
 

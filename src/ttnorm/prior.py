@@ -17,23 +17,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from .augment import Augment, prior_shift, shift_images
+from .batches import Loader, Loss, batches, cross_entropy, scalar
 from .distributed import world_size
 from .functional import affine_gradients, normalise
 from .layers import TTNormBase
 from .progress import Progress
 from .surgery import borrowed, device_of
 
-Loss = Callable[[Any, Tensor], Tensor]
 logger = logging.getLogger("ttnorm")
 
 
 def estimate_prior(
     model: nn.Module,
-    loader: Iterable[tuple[Tensor, Tensor]],
+    loader: Loader,
     *,
     samples: int = 1024,
     augment: Augment = prior_shift,
@@ -73,7 +72,7 @@ def estimate_prior(
         >>> {name: tuple(a.shape) for name, a in estimate_prior(model, loader).items()}
         {'1': (4,)}
     """
-    loss = loss or F.cross_entropy
+    loss = loss or cross_entropy
     device = device_of(model)
     ranks = world_size()
     wanted = -(-samples // ranks)
@@ -86,8 +85,7 @@ def estimate_prior(
         torch.enable_grad(),
     ):
         progress = Progress("prior", None)
-        for x, y in progress.track(_at_most(loader, wanted)):
-            x, y = x.to(device), y.to(device)
+        for x, y in progress.track(_at_most(batches(loader, device), wanted)):
             clean = gradients(x, y, loss)
             shifted = gradients(shift_images(x, augment, generator, mean, std), y, loss)
             for name, grads in clean.items():
@@ -117,8 +115,7 @@ def _prior_from_agreement(
     alive = torch.cat([informed[name] for name in names]) > 0
     if not alive.any():
         raise ValueError(
-            "No BatchNorm channel received a gradient. Does the loss depend on the output, and is "
-            "the network free of .detach() and no_grad()?"
+            "Every gradient of every BatchNorm channel is exactly zero. Are the labels right?"
         )
     low, high = score[:, alive].min(), score[:, alive].max()
     # all scores alike says nothing about which channel to trust: then no channel is sensitive
@@ -155,7 +152,15 @@ def _per_sample_gradients(
 
     def gradients(x: Tensor, y: Tensor, loss: Loss) -> dict[str, Tensor]:
         recorded.clear()
-        torch.autograd.grad(loss(model(x), y), anchor)
+        value = scalar(loss(model(x), y))
+        if not value.requires_grad:
+            raise ValueError("The loss depends on no BatchNorm layer, so there is no prior.")
+        if not bool(torch.isfinite(value)):
+            raise ValueError(
+                "The loss is not finite. Is there a batch without a single valid label? Are the "
+                "inputs finite?"
+            )
+        torch.autograd.grad(value, anchor)
         for name, grads in recorded.items():
             if grads.shape[1] != len(x):
                 raise ValueError(
@@ -205,9 +210,9 @@ def _float_moments(layer: TTNormBase, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _at_most(
-    loader: Iterable[tuple[Tensor, Tensor]], samples: int
+    pairs: Iterable[tuple[Tensor, Tensor]], samples: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    for x, y in loader:
+    for x, y in pairs:
         yield x[:samples], y[:samples]
         samples -= len(x)
         if samples <= 0:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils.hooks import RemovableHandle
 
 from .layers import (
     TTFrozenNorm2d,
@@ -60,10 +63,10 @@ def convert_(
         >>> convert_(model, alpha=0.1)[1]
         TTNorm2d(8, eps=1e-05, alpha=0.100 [0.100, 0.100])
     """
-    model.__dict__.pop("_ttnorm_config", None)  # told how the alpha of before was made
     layers = batchnorm_layers(model)
     classes = {name: _converted_class(name, layer) for name, layer in layers.items()}
     values = _alpha_per_layer(layers, alpha)
+    remember_config(model, None)  # it told how the alpha of before was made
     for name, layer in layers.items():
         if not isinstance(layer, TTNormBase):
             layer.__dict__["_class_before"] = type(layer)
@@ -81,14 +84,9 @@ def revert_(model: nn.Module) -> nn.Module:
         >>> type(revert_(convert_(model, alpha=0.1))[0])
         <class 'torch.nn.modules.batchnorm.BatchNorm2d'>
     """
-    model.__dict__.pop("_ttnorm_config", None)
     for layer in ttn_layers(model).values():
-        # A layer that was built as TTNorm2d, not converted, becomes the BatchNorm2d it extends.
-        before = layer.__dict__.pop("_class_before", type(layer).__bases__[-1])
-        del layer.alpha
-        for name in ("cross_term", "group_size", "sync"):
-            layer.__dict__.pop(name, None)
-        layer.__class__ = before
+        _revert(layer)
+    remember_config(model, None)
     return model
 
 
@@ -108,6 +106,11 @@ def isolated(model: nn.Module, group_size: int) -> Iterator[nn.Module]:
 
     G batches of size B can then run as one of G * B samples and give the same numbers; the last
     group may be smaller. In a service, it keeps one caller's images out of another's statistics.
+    It is a state of the model: threads that want groups of other sizes need models of their own.
+
+    Raises:
+        ValueError: in the forward, when a layer sees another number of samples than the model (a
+            video's frames folded into the batch, say), for then groups would mix callers.
 
     Example:
         >>> model = convert_(nn.Sequential(nn.BatchNorm1d(2)), alpha=1.0)
@@ -118,15 +121,41 @@ def isolated(model: nn.Module, group_size: int) -> Iterator[nn.Module]:
     """
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
         raise ValueError(f"group_size is {group_size!r}, expected a whole number of at least 1.")
-    layers = list(ttn_layers(model).values())
-    before = [layer.group_size for layer in layers]
+    layers = ttn_layers(model)
+    before = [layer.group_size for layer in layers.values()]
+    guards = _same_batch_everywhere(unwrap(model), layers)
     try:
-        for layer in layers:
+        for layer in layers.values():
             layer.group_size = group_size
         yield model
     finally:
-        for layer, value in zip(layers, before, strict=True):
+        for guard in guards:
+            guard.remove()
+        for layer, value in zip(layers.values(), before, strict=True):
             layer.group_size = value
+
+
+def _same_batch_everywhere(
+    model: nn.Module, layers: Mapping[str, TTNormBase]
+) -> list[RemovableHandle]:
+    """Hooks that compare the number of samples every layer sees with the model's."""
+    samples: list[int] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        samples[:] = [len(tensors[0])] if tensors else []
+
+    def compare(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if samples and len(args[0]) != samples[0]:
+            raise ValueError(
+                f"{name!r} sees {len(args[0])} samples in a batch of {samples[0]}: groups of "
+                "samples there would not be groups of the model's. This network cannot be isolated."
+            )
+
+    guards = [model.register_forward_pre_hook(note, with_kwargs=True, prepend=True)]
+    for name, layer in layers.items():
+        guards.append(layer.register_forward_pre_hook(partial(compare, name)))
+    return guards
 
 
 @contextlib.contextmanager
@@ -136,10 +165,9 @@ def borrowed(
     """Inside, the model is converted, in eval mode and frozen; outside, it is as it was."""
     modes = [(module, module.training) for module in model.modules()]
     frozen = [(p, p.requires_grad) for p in model.parameters()]
-    converted = any(isinstance(module, TTNormBase) for module in model.modules())
-    layers = ttn_layers(model).values() if converted else []
-    before = [(layer, layer.alpha, layer.cross_term, layer.sync) for layer in layers]
-    config = model.__dict__.get("_ttnorm_config")
+    ours = [m for m in model.modules() if isinstance(m, TTNormBase)]
+    before = [(m, m.alpha, m.cross_term, m.sync) for m in ours]
+    config = config_of(model)
     convert_(model, alpha)
     try:
         model.eval()
@@ -147,12 +175,12 @@ def borrowed(
             parameter.requires_grad_(False)
         yield ttn_layers(model)
     finally:
+        for layer in ttn_layers(model).values():
+            if layer not in ours:
+                _revert(layer)
         for layer, value, cross_term, sync in before:
             layer.alpha, layer.cross_term, layer.sync = value, cross_term, sync
-        if not converted:
-            revert_(model)
-        if config is not None:
-            model.__dict__["_ttnorm_config"] = config
+        remember_config(model, config)
         for parameter, required in frozen:
             parameter.requires_grad_(required)
         for module, mode in modes:
@@ -184,16 +212,39 @@ def device_of(model: nn.Module) -> torch.device:
     return next(itertools.chain(model.parameters(), model.buffers())).device
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """named_modules, under the names the bare network has inside DDP or torch.compile."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """The bare network inside DataParallel, DistributedDataParallel or torch.compile."""
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while True:
-        if isinstance(model, wrappers):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return iter(model.named_modules())
+    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, wrappers) else model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """How the model's alpha was made, where that is known."""
+    return unwrap(model).__dict__.get("_ttnorm_config")
+
+
+def remember_config(model: nn.Module, config: dict[str, Any] | None) -> None:
+    network = unwrap(model)
+    network.__dict__.pop("_ttnorm_config", None)
+    if config is not None:
+        network.__dict__["_ttnorm_config"] = config
+
+
+def _revert(layer: TTNormBase) -> None:
+    # A layer that was built as TTNorm2d, not converted, becomes the BatchNorm2d it extends.
+    before = layer.__dict__.pop("_class_before", type(layer).__bases__[-1])
+    del layer.alpha
+    for name in ("cross_term", "group_size", "sync"):
+        layer.__dict__.pop(name, None)
+    layer.__class__ = before
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """named_modules, under the names they have when nothing is wrapped or compiled."""
+    for name, module in unwrap(model).named_modules():
+        yield name.replace("_orig_mod.", "").removesuffix("._orig_mod"), module
 
 
 def _is_batchnorm(module: nn.Module) -> bool:
@@ -236,7 +287,7 @@ def _alpha_per_layer(
                 f"alpha must have one entry per BatchNorm layer. Missing: {sorted(missing)[:5]}; "
                 f"unknown: {sorted(extra)[:5]}. Was it fitted on another network?"
             )
-        given = dict(alpha)
+        given = {name: torch.as_tensor(value) for name, value in alpha.items()}
     else:
         given = {name: torch.tensor(float(alpha)) for name in layers}
     return {name: _checked_alpha(name, given[name], layer) for name, layer in layers.items()}

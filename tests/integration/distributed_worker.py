@@ -77,6 +77,7 @@ def post_train():
     options = {"augment": darker, "prior_augment": darker}
 
     result = ttnorm.post_train_(network(), loader, config, **options)
+    defaults = ttnorm.post_train_(network(), loader, config)
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     checkpoint = Path(folder[0]) / "run.safetensors"
@@ -88,6 +89,7 @@ def post_train():
             raise KeyboardInterrupt
         return darker(images, generator)
 
+    stop.__qualname__ = darker.__qualname__  # to a checkpoint, the same augmentation
     try:
         ttnorm.post_train_(
             network(), loader, config, augment=stop, prior_augment=darker, checkpoint=checkpoint
@@ -98,6 +100,7 @@ def post_train():
     return {
         **{f"prior {name}": value for name, value in result.prior.items()},
         **{f"alpha {name}": value for name, value in result.alpha.items()},
+        **{f"default alpha {name}": value for name, value in defaults.alpha.items()},
         **{f"resumed {name}": value for name, value in resumed.alpha.items()},
     }
 

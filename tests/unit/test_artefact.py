@@ -164,6 +164,17 @@ class TestRefused:
         with pytest.raises(FileNotFoundError, match="There is no file"):
             ttnorm.load_(saved[0], tmp_path / "nothing.safetensors")
 
+    def test_a_network_of_incomparable_precision(self, saved, path):
+        model, _ = saved
+        ttnorm.save(ttnorm.convert_(copy.deepcopy(model).bfloat16(), alpha=0.5), path)
+        refuses(model.half(), path, "saved from a bfloat16 network and this one is float16")
+
+    def test_saving_values_that_are_no_alpha(self, small_network, path):
+        ttnorm.convert_(small_network, alpha=0.5)[1].alpha[0] = 1.5
+        with pytest.raises(ValueError, match="alpha for '1' has values outside"):
+            ttnorm.save(small_network, path)
+        assert not path.exists()
+
     def test_saving_an_unconverted_network(self, small_network, path):
         with pytest.raises(ValueError, match="no test-time normalization layers"):
             ttnorm.save(small_network, path)

@@ -1,5 +1,6 @@
 """The command line, on a user's own network and loader given as MODULE:FUNCTION."""
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -33,6 +34,12 @@ USER_CODE = """
 
     def no_network():
         return 3
+
+    def broken():
+        raise ValueError("a mistake of the user's own")
+
+    def loss(output, y):
+        return nn.functional.cross_entropy(output, y)
 """
 
 
@@ -74,19 +81,22 @@ def test_post_train_equals_the_library_call(alpha_file):
 
 def test_post_train_takes_every_option(project):
     options = (
-        "--epochs 1 --lr 0.01 --lambda 0.1 --init 0.3 --granularity layer --shift image "
-        "--dynamic-batch 2 8 --early-stop 0.01 --steps-per-epoch 2 --prior-samples 8 "
-        "--mean 0.5,0.5,0.5 --std 0.5,0.5,0.5 --amp bfloat16 --checkpoint run.safetensors "
-        "--seed 3 --device cpu"
+        "--epochs 1 --lr 0.01 --schedule constant --init 0.3 --ce --mse --lambda 0.1 "
+        "--granularity layer --average constant --dynamic-batch 2 8 --shift image "
+        "--early-stop 0.01 --patience 2 --steps-per-epoch 2 --amp bfloat16 --no-sync-statistics "
+        "--prior-samples 8 --seed 3 --loss mine:loss --mean 0.5,0.5,0.5 --std 0.5,0.5,0.5 "
+        "--checkpoint run.safetensors --device cpu"
     )
     result = run(
         "post-train", "mine:network", "mine:normalised", "out.safetensors", *options.split()
     )
     assert result.exit_code == 0, result.output
     config = artefact.read(project / "out.safetensors").metadata["config"]
+    defaults = dataclasses.asdict(ttnorm.PostTrainConfig())
+    left = {name for name, value in defaults.items() if config[name] == value}
+    assert left == {"ce", "mse"}  # given, but as they are anyway
     assert config["dynamic_batch"] == [2, 8]
     assert config["init"] == 0.3
-    assert config["lambda_"] == 0.1
     assert (project / "run.safetensors").exists()
 
 
@@ -115,7 +125,10 @@ def test_export_writes_a_graph(alpha_file, suffix):
     [
         ("post-train mine mine:loader x", "'mine' names no function, expected MODULE:FUNCTION"),
         ("post-train mine:nothing mine:loader x", "mine has no function 'nothing'"),
-        ("post-train absent:network mine:loader x", "No module named 'absent'"),
+        ("post-train absent:network mine:loader x", "There is no module 'absent' to import"),
+        ("post-train mine:network mine:loader no/x", "no/x cannot be written"),
+        ("post-train mine:network mine:loader x --device gpu", "--device is 'gpu', expected cpu"),
+        ("export mine:network absent x.onnx --shape 3x10x10", "--shape is '3x10x10', which is no"),
         ("post-train mine:no_network mine:loader x", "returned a int, expected a torch.nn.Module"),
         (
             "post-train mine:network mine:loader x --init much",
@@ -129,9 +142,17 @@ def test_export_writes_a_graph(alpha_file, suffix):
 def test_mistakes_are_one_line_without_a_traceback(project, args, message):
     command = [sys.executable, "-m", "ttnorm", *args.split()]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=project)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
+
+
+def test_mistakes_in_the_user_s_code_keep_their_traceback(project):
+    command = [sys.executable, "-m", "ttnorm", "post-train", "mine:broken", "mine:loader", "x"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=project)
+    assert result.returncode == 1
+    assert "a mistake of the user's own" in result.stderr
+    assert "in broken" in result.stderr
 
 
 def test_help_names_every_command():

@@ -90,9 +90,36 @@ def test_an_unconverted_network_is_refused(tmp_path):
         )
 
 
-def test_an_old_opset_is_refused(network, tmp_path):
-    with pytest.raises(ValueError, match="opset is 16, expected 17 or newer"):
-        ttnorm.to_onnx(network, torch.rand(2, 3, 16, 16), tmp_path / "x.onnx", opset=16)
+@pytest.mark.parametrize(
+    ("opset", "message"), [(16, "expected 17 or newer"), (99, "torch's exporter offers")]
+)
+def test_an_opset_that_cannot_be_had_is_refused(opset, message, tmp_path):
+    model = ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3)), alpha=0.5)
+    with pytest.raises(ValueError, match=f"opset is {opset}, .*{message}"):
+        ttnorm.to_onnx(model, torch.rand(2, 3, 4, 4), tmp_path / "x.onnx", opset=opset)
+    assert not (tmp_path / "x.onnx").exists()
+
+
+def test_an_isolated_network_is_refused(network, tmp_path):
+    with ttnorm.isolated(network, 2), pytest.raises(ValueError, match="is isolated"):
+        ttnorm.to_onnx(network, torch.rand(2, 3, 16, 16), tmp_path / "x.onnx")
+
+
+def test_several_outputs_keep_their_names(tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return {"out": y, "aux": y.mean((2, 3))}
+
+    path = tmp_path / "two.onnx"
+    ttnorm.to_onnx(ttnorm.convert_(Two(), alpha=0.5), torch.rand(2, 3, 4, 4), path)
+    names = [output.name for output in onnxruntime.InferenceSession(path).get_outputs()]
+    assert len(names) == 2
+    assert "output" not in names
 
 
 def test_export_leaves_the_mode_alone(network):

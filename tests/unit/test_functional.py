@@ -206,8 +206,12 @@ class TestExtremes:
     def test_a_broken_sample_does_not_reach_channels_that_ignore_the_batch(self):
         x, params = batch((4, 3, 2, 2)), parameters()
         x[0] = float("nan")
-        y = functional.test_time_norm(x, *params, torch.zeros(3))
-        assert y[1:].isfinite().all()
+        for group_size in (None, 2):
+            leaf = x.clone().requires_grad_()
+            y = functional.test_time_norm(leaf, *params, torch.zeros(3), group_size=group_size)
+            y[1:].sum().backward()
+            assert y[1:].isfinite().all()
+            assert leaf.grad[1:].isfinite().all()
 
     def test_distant_mean_does_not_cancel(self):
         """A naive E[x^2] - E[x]^2 in float32 has no correct digit here."""
@@ -234,6 +238,12 @@ class TestErrors:
     def test_alpha_shape(self):
         with pytest.raises(ValueError, match=r"alpha has shape \(4,\), expected \(3,\)"):
             functional.test_time_norm(torch.ones(2, 3), *parameters(), torch.rand(4))
+
+    def test_an_empty_batch_on_one_of_many_ranks(self):
+        with pytest.raises(ValueError, match="the other ranks would wait"):
+            functional.test_time_norm(
+                torch.ones(0, 3), *parameters(), torch.rand(3), process_group=object()
+            )
 
     def test_group_size(self):
         with pytest.raises(ValueError, match="group_size is 0, expected at least 1"):

@@ -98,6 +98,21 @@ class TestObjective:
         clear = gradient.abs() > 1e-4  # Adam's epsilon shortens the step where there is none
         torch.testing.assert_close(moved[clear], -1e-3 * gradient[clear].sign(), rtol=1e-2, atol=0)
 
+    @pytest.mark.parametrize(("granularity", "values"), [("layer", 2), ("constant", 1)])
+    def test_init_random_is_random_at_every_granularity(
+        self, small_network, loader, granularity, values
+    ):
+        starts = []
+        for seed in range(8):
+            config = PostTrainConfig(
+                init="random", mse=False, epochs=0, granularity=granularity, seed=seed
+            )
+            alpha = flat(optimise_alpha(small_network, loader, None, config).alpha)
+            assert len(alpha.unique()) == values
+            starts.append(alpha)
+        # a mean over channels would stay around 0.5
+        assert torch.stack(starts).std() > 0.2
+
 
 class TestGranularity:
     def test_layer(self, small_network, loader, prior):
@@ -201,6 +216,15 @@ class TestLoop:
         moved = (results[0] - flat(prior)).norm()
         assert (results[0] - results[1]).norm() < 0.2 * moved
 
+    def test_amp_does_not_touch_the_shift(self, small_network, loader, prior):
+        seen = []
+        small_network.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        for amp in (None, "bfloat16"):
+            config = PostTrainConfig(epochs=1, steps_per_epoch=1, amp=amp)
+            optimise_alpha(small_network, loader, prior, config)
+        assert seen[1].dtype == torch.float32
+        assert torch.equal(seen[0], seen[1])
+
     def test_a_loader_without_a_length(self, small_network, loader, prior):
         class Stream(torch.utils.data.IterableDataset):
             def __iter__(self):
@@ -245,6 +269,28 @@ class TestReproducible:
         assert torch.equal(own.get_state(), torch.Generator().manual_seed(99).get_state())
         assert not torch.equal(state, own.get_state())
 
+    def test_a_batch_sampler_with_its_own_generator(self, small_network, loader):
+        class Batches:
+            def __init__(self):
+                self.generator = torch.Generator().manual_seed(5)
+
+            def __iter__(self):
+                return iter(torch.randperm(40, generator=self.generator).view(4, 10).tolist())
+
+            def __len__(self):
+                return 4
+
+        loader = DataLoader(loader.dataset, batch_sampler=Batches())
+        first = self.run(small_network, loader)
+        assert torch.equal(self.run(small_network, loader), first)
+
+    def test_workers_that_outlive_an_epoch_are_warned_of(
+        self, small_network, loader, tmp_path, caplog
+    ):
+        lasting = DataLoader(loader.dataset, batch_size=20, num_workers=1, persistent_workers=True)
+        self.run(small_network, lasting, checkpoint=tmp_path / "run.safetensors")
+        assert "persistent_workers" in caplog.text
+
     def test_nobody_s_random_state_moves(self, small_network, loader):
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
         self.run(small_network, loader)
@@ -267,6 +313,7 @@ class TestReproducible:
                 raise KeyboardInterrupt
             return ttnorm.domain_shift(images, generator)
 
+        stop.__qualname__ = "domain_shift"  # to a checkpoint, the same augmentation
         checkpoint = tmp_path / "run.safetensors"
         with pytest.raises(KeyboardInterrupt):
             self.run(small_network, loader, config=config, augment=stop, checkpoint=checkpoint)
@@ -286,9 +333,34 @@ class TestReproducible:
         other = dataclasses.replace(self.CONFIG, lr=0.5)
         with pytest.raises(ValueError, match="checkpoint of another run: its config differs"):
             self.run(small_network, loader, config=other, checkpoint=checkpoint)
+        with pytest.raises(ValueError, match="its augmentation differs"):
+            self.run(small_network, loader, augment=ttnorm.prior_shift, checkpoint=checkpoint)
+        with pytest.raises(ValueError, match="its mean and std differs"):
+            self.run(small_network, loader, mean=[0.0] * 3, std=[1.0] * 3, checkpoint=checkpoint)
+        prior = {"1": torch.rand(6), "4": torch.rand(8)}
+        with pytest.raises(ValueError, match="prior is not the one"):
+            optimise_alpha(small_network, loader, prior, self.CONFIG, checkpoint=checkpoint)
         small_network[1].running_mean += 1
         with pytest.raises(ValueError, match="its network differs"):
             self.run(small_network, loader, checkpoint=checkpoint)
+
+    def test_a_run_whose_scaler_skipped_every_step_resumes(self, small_network, loader, tmp_path):
+        """Then Adam has no state yet."""
+        config = PostTrainConfig(epochs=2, steps_per_epoch=1, amp="float16", prior_samples=20)
+        batches = []
+
+        def stop(images, generator):
+            batches.append(1)
+            if len(batches) == 2:
+                raise KeyboardInterrupt
+            return ttnorm.domain_shift(images, generator)
+
+        stop.__qualname__ = "domain_shift"
+        options = {"loss": lambda o, y: 5e4 * F.cross_entropy(o, y), "config": config}
+        options["checkpoint"] = tmp_path / "run.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            self.run(small_network, loader, augment=stop, **options)
+        assert self.run(small_network, loader, **options).isfinite().all()
 
 
 class TestPostTrain:
@@ -351,6 +423,52 @@ class TestPostTrain:
         assert error(learned, 1) < 0.9 * error(1.0, 1)
 
 
+class TestWrongLoadersAndLosses:
+    """Each with the name of what came, and what to do."""
+
+    X, Y = torch.rand(8, 3, 12, 12), torch.zeros(8, dtype=torch.long)
+
+    @pytest.mark.parametrize(
+        ("loader", "message"),
+        [
+            ([(X, Y, Y)], "yielded a tuple of 3, expected a pair of tensors"),
+            ([{"x": X, "y": Y}], "yielded a dict, expected a pair of tensors"),
+            ([X], r"yielded a tensor of shape \(8, 3, 12, 12\), expected a pair"),
+            (iter([(X, Y)]), "is a list_iterator, which can be read only once"),
+        ],
+    )
+    def test_loader(self, small_network, loader, message):
+        with pytest.raises(TypeError, match=message):
+            post_train_(small_network, loader)
+
+    @pytest.mark.parametrize("sizes", [(0, 0), (5, 8)])
+    def test_numbers_of_samples(self, small_network, sizes):
+        batch = (self.X[: sizes[0]], self.Y[: sizes[1]])
+        message = f"{sizes[0]} inputs and {sizes[1]} labels, expected as many"
+        with pytest.raises(ValueError, match=message):
+            post_train_(small_network, [batch])
+
+    def test_a_network_that_returns_a_dict(self, small_network):
+        class Segmenter(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.network = small_network
+
+            def forward(self, x):
+                return {"out": self.network(x)}
+
+        model, loader = Segmenter(), [(self.X, self.Y)]
+        with pytest.raises(TypeError, match=r"returned a dict.*loss=lambda output, y"):
+            post_train_(model, loader)
+        loss = lambda output, y: F.cross_entropy(output["out"], y)  # noqa: E731
+        post_train_(model, loader, PostTrainConfig(epochs=1), loss=loss)
+
+    def test_a_loss_per_sample(self, small_network):
+        loss = functools.partial(F.cross_entropy, reduction="none")
+        with pytest.raises(ValueError, match=r"tensor of shape \(8,\), expected one number"):
+            post_train_(small_network, [(self.X, self.Y)], loss=loss)
+
+
 class TestConfigErrors:
     @pytest.mark.parametrize(
         ("field", "value"),
@@ -365,11 +483,18 @@ class TestConfigErrors:
             ("dynamic_batch", (200, 4)),
             ("epochs", -1),
             ("lr", 0.0),
+            ("patience", 0),
+            ("steps_per_epoch", 0),
+            ("prior_samples", 0),
         ],
     )
     def test_wrong_values_are_named(self, field, value):
         with pytest.raises(ValueError, match=f"{field} is .*expected"):
             PostTrainConfig(**{field: value})
+
+    def test_early_stop_without_a_prior_to_watch(self):
+        with pytest.raises(ValueError, match=r"early_stop is 0.01, expected None"):
+            PostTrainConfig(early_stop=0.01, init=0.1, mse=False)
 
     def test_missing_prior(self, small_network, loader):
         with pytest.raises(ValueError, match="needs a prior"):

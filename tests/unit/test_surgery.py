@@ -10,7 +10,7 @@ from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
 import ttnorm
-from ttnorm.surgery import borrowed
+from ttnorm.surgery import borrowed, config_of, remember_config
 
 KINDS = [
     (nn.BatchNorm1d, (5, 4)),
@@ -130,7 +130,7 @@ def test_converting_again_sets_alpha(small_network):
 
 
 def test_alpha_by_layer(small_network, images):
-    alpha = {"1": torch.linspace(0, 1, 6), "4": torch.tensor(0.5)}
+    alpha = {"1": torch.linspace(0, 1, 6), "4": 0.5}
     ttnorm.convert_(small_network, alpha)
     assert torch.equal(small_network[1].alpha, alpha["1"])
     assert torch.equal(small_network[4].alpha, torch.full((8,), 0.5))
@@ -150,6 +150,19 @@ def test_names_ignore_wrappers(small_network):
     ttnorm.convert_(small_network, alpha=0.1)
     assert list(ttnorm.alphas(nn.DataParallel(small_network))) == ["1", "4"]
     assert list(ttnorm.alphas(torch.compile(small_network))) == ["1", "4"]
+    inside = nn.Sequential(nn.Identity(), torch.compile(small_network))
+    assert list(ttnorm.alphas(inside)) == ["1.1", "1.4"]
+
+
+def test_wrappers_and_the_network_share_what_is_known_of_alpha(small_network):
+    compiled = torch.compile(small_network)
+    remember_config(ttnorm.convert_(compiled, alpha=0.1), {"made": "by hand"})
+    assert config_of(small_network) == {"made": "by hand"}
+
+
+def test_a_layer_without_values_can_be_printed():
+    with torch.device("meta"):
+        assert "3, eps=1e-05" in repr(ttnorm.TTNorm2d(3, alpha=0.5))
 
 
 class TestRefused:
@@ -202,6 +215,16 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"Missing: \['4'\]; unknown: \['5'\]"):
             ttnorm.convert_(small_network, {"1": torch.rand(6), "5": torch.rand(6)})
 
+    def test_a_refused_alpha_does_not_forget_how_the_old_one_was_made(self, small_network):
+        remember_config(ttnorm.convert_(small_network, alpha=0.1), {"made": "by hand"})
+        with pytest.raises(ValueError, match="expected values in"):
+            ttnorm.convert_(small_network, alpha=2.0)
+        assert config_of(small_network) == {"made": "by hand"}
+
+    def test_a_layer_with_an_alpha_out_of_range(self):
+        with pytest.raises(ValueError, match=r"alpha is 2.0, expected a number in \[0, 1\]"):
+            ttnorm.TTNorm2d(3, alpha=2.0)
+
     def test_not_converted(self, small_network):
         with pytest.raises(ValueError, match=r"Call ttnorm\.convert_"):
             ttnorm.alphas(small_network)
@@ -235,6 +258,25 @@ class TestIsolated:
                 assert small_network[1].group_size == 2
             assert small_network[1].group_size == 4
 
+    def test_layers_that_see_other_samples_than_the_model_are_an_error(self):
+        """Frames folded into the batch: groups of rows are not groups of the caller's samples."""
+
+        class Video(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = nn.BatchNorm2d(3)
+
+            def forward(self, clips):
+                return self.norm(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])
+
+        model, clips = ttnorm.convert_(Video(), alpha=1.0), torch.rand(4, 2, 3, 5, 5)
+        with (
+            ttnorm.isolated(model, 1),
+            pytest.raises(ValueError, match="'norm' sees 8 samples in a batch of 4"),
+        ):
+            model(clips)
+        model(clips)  # and the guard is gone
+
     @pytest.mark.parametrize("group_size", [0, -1, 2.5, True])
     def test_wrong_sizes(self, small_network, group_size):
         ttnorm.convert_(small_network, alpha=0.6)
@@ -265,6 +307,14 @@ def test_borrowed_models_come_back_as_they_were(small_network):
         if converted:
             assert (small_network[1].alpha == 0.3).all()
             assert not small_network[1].cross_term
+
+
+def test_a_partly_converted_model_comes_back_partly_converted(small_network):
+    ttnorm.convert_(small_network[1], alpha=0.3)
+    with borrowed(small_network, alpha=0.0):
+        assert isinstance(small_network[4], ttnorm.TTNorm2d)
+    assert type(small_network[4]) is nn.BatchNorm2d
+    assert (small_network[1].alpha == 0.3).all()
 
 
 def test_wrong_input_dimensions_are_batchnorm_s_own_error():

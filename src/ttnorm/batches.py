@@ -1,0 +1,67 @@
+"""What comes out of a user's loader, network and loss, checked where it comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Loader = Iterable[tuple[Tensor, Tensor]]
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def batches(loader: Loader, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """The loader's (x, y), on the device."""
+    for batch in loader:
+        pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+        if not pair or not all(isinstance(t, Tensor) for t in batch):
+            raise TypeError(
+                f"The loader yielded {_describe(batch)}, expected a pair of tensors (x, y). Wrap "
+                "the loader in one that yields those."
+            )
+        x, y = batch
+        if len(x) == 0 or len(x) != len(y):
+            raise ValueError(
+                f"The loader yielded {len(x)} inputs and {len(y)} labels, expected as many of both "
+                "and at least one."
+            )
+        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+
+def check_repeatable(loader: Loader) -> None:
+    """Refuse a generator: post-training reads the data more than once."""
+    if isinstance(loader, Iterator):
+        raise TypeError(
+            f"The loader is a {type(loader).__name__}, which can be read only once. Pass a "
+            "DataLoader, a list of batches, or an object whose __iter__ starts anew."
+        )
+
+
+def cross_entropy(output: Any, y: Tensor) -> Tensor:
+    """The default loss: class labels (N,) or per-pixel labels (N, H, W)."""
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"The network returned {_describe(output)}, and the default loss wants a tensor. Pass "
+            "a loss of your own, such as loss=lambda output, y: cross_entropy(output['out'], y)."
+        )
+    return F.cross_entropy(output, y)
+
+
+def scalar(loss: Tensor) -> Tensor:
+    """The loss, if it is one number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(
+            f"The loss is {_describe(loss)}, expected one number: a mean or a sum over samples."
+        )
+    return loss.reshape(())
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

