@@ -25,7 +25,7 @@ from .distributed import world_size
 from .functional import affine_gradients, normalise
 from .layers import TTNormBase
 from .progress import Progress
-from .surgery import borrowed, device_of
+from .surgery import borrowed, device_of, unwrap
 
 logger = logging.getLogger("ttnorm")
 
@@ -73,6 +73,7 @@ def estimate_prior(
         {'1': (4,)}
     """
     loss = loss or cross_entropy
+    model = unwrap(model)  # layers that hand out gradients are not for a compiler
     device = device_of(model)
     ranks = world_size()
     wanted = -(-samples // ranks)

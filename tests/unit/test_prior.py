@@ -3,6 +3,7 @@
 import functools
 import itertools
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import ttnorm
+from ttnorm.data.cifar import load_cifar
 from ttnorm.demo import digits
+from ttnorm.models import zoo
 
 
 def brighter(x, generator):
@@ -109,6 +112,28 @@ def test_falls_with_depth_on_a_trained_network():
     means = [a.mean().item() for a in prior.values()][:-1]
     assert means[0] > 1.8 * means[-1]
     assert all(shallow > deep for shallow, deep in itertools.pairwise(means[1:]))
+
+
+def test_falls_with_depth_on_a_wide_resnet():
+    """The paper's Fig. 4 on the shipped network and real images."""
+    images, labels = load_cifar(Path(ttnorm.__file__).parent / "demo/assets/cifar10", "train")
+    batches = list(
+        zip((images[:256].float() / 255).split(128), labels[:256].split(128), strict=True)
+    )
+    generator = torch.Generator().manual_seed(0)
+    prior = ttnorm.estimate_prior(zoo.load("wrn40_2-cifar10"), batches, generator=generator)
+    means = torch.stack([a.mean() for a in prior.values()])
+    assert len(means) == 37
+    assert means[:5].mean() > 4 * means[-5:].mean()
+    ranks = torch.stack((means.argsort().argsort(), torch.arange(37))).double()
+    assert torch.corrcoef(ranks)[0, 1] < -0.85
+
+
+def test_a_compiled_network_has_the_same_prior(small_network):
+    loader = [(torch.rand(16, 3, 12, 12), torch.randint(4, (16,)))]
+    plain = ttnorm.estimate_prior(small_network, loader, augment=inverted)
+    compiled = ttnorm.estimate_prior(torch.compile(small_network), loader, augment=inverted)
+    assert all(torch.equal(plain[name], compiled[name]) for name in plain)
 
 
 def test_a_generator_makes_it_reproducible(small_network):

@@ -1,8 +1,7 @@
 """Named source networks, shipped with the library, and the files they are kept in.
 
 A checkpoint is a safetensors file: weights of convolutions in float16, all else in float32, with
-the recipe, the training log, the test error and the network's fingerprint in its metadata. Next to
-it lies its alpha file, post-trained with the paper's settings.
+the recipe, the training log, the test error and the network's fingerprint in its metadata.
 """
 
 from __future__ import annotations
@@ -14,40 +13,27 @@ from typing import Any
 
 import torch
 
-from ..artefact import fingerprint, load_, read_safetensors, write_atomically
+from ..artefact import fingerprint, read_safetensors, write_atomically
 from .train_source import TrainConfig
 from .wide_resnet import WideResNet
 
 ASSETS = Path(__file__).parent / "assets"
-NETWORKS = {
-    "wrn40_2-cifar10": "WRN-40-2 with AugMix, CIFAR-10",
-    "wrn40_2-cifar100": "WRN-40-2 with AugMix, CIFAR-100",
-}
+NETWORKS = {"wrn40_2-cifar10": "WRN-40-2, AugMix, CIFAR-10"}
 
 
-def load(name: str, *, adapt: bool = False) -> WideResNet:
-    """A shipped network in eval mode, with plain BatchNorm or with its alphas.
+def load(name: str) -> WideResNet:
+    """A shipped network in eval mode; it takes images in [0, 1].
 
     Args:
         name: one of NETWORKS.
-        adapt: whether to load its alpha file as well.
+
+    Example:
+        >>> load("wrn40_2-cifar10")(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
-    model, _ = load_checkpoint(path(name))
-    if adapt:
-        load_(model, alpha_path(name))
-    return model
-
-
-def path(name: str) -> Path:
-    """The checkpoint's file."""
     if name not in NETWORKS:
         raise ValueError(f"There is no network {name!r}; there are {', '.join(NETWORKS)}.")
-    return ASSETS / f"{name}.safetensors"
-
-
-def alpha_path(name: str) -> Path:
-    """The alpha file of the same name."""
-    return path(name).with_suffix(".ttn.safetensors")
+    return load_checkpoint(ASSETS / f"{name}.safetensors")[0]
 
 
 def save_checkpoint(
