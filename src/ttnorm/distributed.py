@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -18,6 +20,29 @@ def group_to_reduce(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None
     if world_size(group) == 1:
         return None
     return group or dist.group.WORLD
+
+
+def merge_moments(
+    group: dist.ProcessGroup, mean: Tensor, var: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Moments (C,) over the batches of all ranks, which may differ in size."""
+    ours = torch.cat((mean, var, count.reshape(1)))
+    gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, ours, group=group)
+    means, variances, counts = torch.stack(gathered).split((len(mean), len(var), 1), dim=1)
+    share = counts / counts.sum()
+    pooled = (share * means).sum(0)
+    return pooled, (share * (variances + (means - pooled).square())).sum(0)
+
+
+def sum_over_ranks(group: dist.ProcessGroup | None, *tensors: Tensor) -> list[Tensor]:
+    """The sum of each tensor over all ranks, in one message; the tensors themselves without any."""
+    if group is None:
+        return list(tensors)
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([t.numel() for t in tensors])
+    return [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
 
 
 def _initialised() -> bool:

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .distributed import rank
+from . import groups, native
+from .distributed import merge_moments, rank, sum_over_ranks
 
 Moments = tuple[Tensor, Tensor]
 
@@ -43,11 +44,11 @@ def batch_moments(x: Tensor, group_size: int | None = None) -> Moments:
         (2.0, 1.0)
     """
     if group_size is not None:
-        return _pool(*_sample_moments(x), group_size)
-    if _native(x):
-        return _native_moments(x)
+        return groups.pool_moments(*_sample_moments(x), group_size)
+    if native.usable(x):
+        return native.moments(x)
     dims = [0, *range(2, x.dim())]
-    var, mean = torch.var_mean(x.to(_moment_dtype(x)), dims, correction=0)
+    var, mean = torch.var_mean(x.to(native.moment_dtype(x)), dims, correction=0)
     return mean, var
 
 
@@ -123,15 +124,15 @@ def normalise(
     bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
     if group_size is not None:
         mean, var, weight, bias = (
-            _per_sample(t.expand_as(mean), x.shape[0], group_size)
+            groups.per_sample(t.expand_as(mean), x.shape[0], group_size)
             for t in (mean, var, weight, bias)
         )
-    if _native(x, mean, var, weight, bias):
+    if native.usable(x, mean, var, weight, bias):
         if group_size is None:
-            return _native_normalise(x, mean, var, weight, bias, eps)
+            return native.normalise(x, mean, var, weight, bias, eps)
         if x.is_contiguous():  # then every (sample, channel) is one contiguous row: no copy
             mean, var, weight, bias = (t.reshape(-1) for t in (mean, var, weight, bias))
-            y = _native_normalise(_rows(x), mean, var, weight, bias, eps)
+            y = native.normalise(_rows(x), mean, var, weight, bias, eps)
             # What y was is forgotten here, and a plain view could not be followed by relu_.
             return torch.ops.aten._unsafe_view(y, x.shape)
     scale = weight * torch.rsqrt(var + eps)
@@ -216,19 +217,19 @@ def affine_gradients(
         mean, var: what x was normalised with, (C,), or (groups, C) with a group size.
     """
     if group_size is None:
-        return _native_affine_gradients(grad, x, mean, var, eps)
-    mean, var = (_per_sample(t, x.shape[0], group_size) for t in (mean, var))
-    if x.device.type != "cpu":
-        standardised = (x - _unsqueeze_like(mean, x)) * _unsqueeze_like(torch.rsqrt(var + eps), x)
-        per_sample = (_spatial_sum(standardised * grad), _spatial_sum(grad.to(mean.dtype)))
+        return native.affine_gradients(grad, x, mean, var, eps)
+    rows = [groups.per_sample(t, x.shape[0], group_size) for t in (mean, var)]
+    if not x.is_cpu:
+        mean, inv_std = (_unsqueeze_like(t, x) for t in (rows[0], torch.rsqrt(rows[1] + eps)))
+        gamma, beta = _spatial_sum((x - mean) * inv_std * grad), _spatial_sum(grad.to(mean.dtype))
     elif x.is_contiguous():
-        rows = (_rows(grad), _rows(x), mean.reshape(-1), var.reshape(-1))
-        gamma, beta = _native_affine_gradients(*rows, eps)
-        per_sample = (gamma.view_as(mean), beta.view_as(mean))
+        flat = [t.reshape(-1) for t in rows]
+        gamma, beta = native.affine_gradients(_rows(grad), _rows(x), flat[0], flat[1], eps)
+        gamma, beta = gamma.view(x.shape[:2]), beta.view(x.shape[:2])
     else:
-        samples = zip(grad.split(1), x.split(1), mean.unbind(), var.unbind(), strict=True)
-        per_sample = _stack([_native_affine_gradients(*sample, eps) for sample in samples])
-    return _group_sum(per_sample[0], group_size), _group_sum(per_sample[1], group_size)
+        parts = zip(grad.split(1), x.split(1), rows[0].unbind(), rows[1].unbind(), strict=True)
+        gamma, beta = _stack([native.affine_gradients(*part, eps) for part in parts])
+    return groups.group_sum(gamma, group_size), groups.group_sum(beta, group_size)
 
 
 class _TestTimeNorm(torch.autograd.Function):
@@ -267,8 +268,9 @@ class _TestTimeNorm(torch.autograd.Function):
             grad_alpha = _sum_to_channels(grad_mean * shift + grad_var * slope).to(alpha.dtype)
         if ctx.needs_input_grad[0]:
             # The batch's moments belong to all ranks, so what every rank does with them counts.
-            total_weight, total_bias, count = _sum_over_ranks(
-                grad_weight, grad_bias, _values_per_moment(x, group_size, mean), process_group
+            count = groups.values_per_moment(x, group_size, mean)
+            total_weight, total_bias, count = sum_over_ranks(
+                process_group, grad_weight, grad_bias, count
             )
             grad_mean, grad_var = -scale * total_bias, -0.5 * scale * inv_std * total_weight
             grad_batch_mean = a * grad_mean + cross * 2 * a * (1 - a) * shift * grad_var
@@ -281,7 +283,9 @@ class _TestTimeNorm(torch.autograd.Function):
             )
             one = torch.ones_like(slope)
             grad_x = normalise(x, centre, one, slope, offset, 0.0, group_size)
-            grad_x.addcmul_(grad, _broadcast(scale, x, group_size))
+            if group_size is not None:
+                scale = groups.per_sample(scale, x.shape[0], group_size)
+            grad_x.addcmul_(grad, _unsqueeze_like(scale, x))
         return (
             grad_x,
             None if weight is None else _sum_to_channels(grad_weight).to(weight.dtype),
@@ -306,7 +310,8 @@ def _forward(
     """Eq. 2: the output, and the batch's moments for the backward."""
     batch_mean, batch_var = batch_moments(x, group_size)
     if process_group is not None:
-        batch_mean, batch_var = _merge_ranks(x, batch_mean, batch_var, process_group)
+        count = groups.values_per_moment(x, None, batch_mean)
+        batch_mean, batch_var = merge_moments(process_group, batch_mean, batch_var, count)
     mean, var = mix_moments(
         alpha, source_mean, source_var, batch_mean, batch_var, cross_term=cross_term
     )
@@ -344,10 +349,6 @@ def _check_arguments(
     return alpha
 
 
-def _moment_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _memory_format(x: Tensor) -> torch.memory_format:
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if channels_last and not x.is_contiguous() and x.is_contiguous(memory_format=channels_last):
@@ -355,58 +356,18 @@ def _memory_format(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _native(*tensors: Tensor) -> bool:
-    """Whether BatchNorm's own kernels may be called: they trace badly and hide some gradients."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return False
-    return (tensors[0].is_cpu or tensors[0].is_cuda) and not torch.compiler.is_compiling()
-
-
-def _native_moments(x: Tensor) -> Moments:
-    # BatchNorm's statistics pass: 2-20x faster on a CPU than var_mean. It insists on updating
-    # running statistics, and takes the moments' dtype from them: give it some to throw away.
-    unused = torch.empty(x.shape[1], dtype=_moment_dtype(x), device=x.device)
-    mean, var = torch.ops.aten.batch_norm_update_stats(x, unused, unused, 0.0)
-    return mean, var
-
-
-def _native_normalise(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> Tensor:
-    # not F.batch_norm, which in some versions refuses eps = 0
-    return torch.batch_norm(
-        x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled
-    )
-
-
-def _native_affine_gradients(
-    grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
-) -> Moments:
-    """BatchNorm's own reductions: one pass, no copy."""
-    inv_std = torch.rsqrt(var + eps)
-    if x.is_cuda:
-        total, centred, _, _ = torch.batch_norm_backward_reduce(
-            grad, x, mean, inv_std, None, True, False, False
-        )
-        return centred * inv_std, total
-    _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-        grad, x, None, None, None, mean, inv_std, True, eps, [False, True, True]
-    )
-    return grad_weight, grad_bias
-
-
 def _sample_moments(x: Tensor) -> Moments:
     """Moments of every sample on its own, (N, C)."""
-    dtype = _moment_dtype(x)
+    dtype = native.moment_dtype(x)
     if x.dim() == 2:
         return x.to(dtype), torch.zeros_like(x, dtype=dtype)
-    if not _native(x) or x.device.type != "cpu":
+    if not (x.is_cpu and native.usable(x)):
         var, mean = torch.var_mean(x.to(dtype), list(range(2, x.dim())), correction=0)
         return mean, var
     if x.is_contiguous():
-        mean, var = _native_moments(_rows(x))
+        mean, var = native.moments(_rows(x))
         return mean.view(x.shape[:2]), var.view(x.shape[:2])
-    return _stack([_native_moments(sample) for sample in x.split(1)])
+    return _stack([native.moments(sample) for sample in x.split(1)])
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -419,56 +380,9 @@ def _stack(pairs: list[Moments]) -> Moments:
     return torch.stack(first), torch.stack(second)
 
 
-def _whole_groups(t: Tensor, group_size: int) -> list[Tensor]:
-    """(N, C) as (groups, group_size, C) and, where N is no multiple of it, a last (1, rest, C)."""
-    whole = t.shape[0] // group_size * group_size
-    parts = [t[:whole].unflatten(0, (-1, group_size))] if whole else []
-    if whole < t.shape[0]:
-        parts.append(t[whole:].unsqueeze(0))
-    return parts
-
-
-def _pool(mean: Tensor, var: Tensor, group_size: int) -> Moments:
-    """Moments of groups from the moments of their samples (law of total variance: stable)."""
-    means, variances = [], []
-    groups = zip(_whole_groups(mean, group_size), _whole_groups(var, group_size), strict=True)
-    for group_mean, group_var in groups:
-        between, pooled_mean = torch.var_mean(group_mean, 1, correction=0)
-        means.append(pooled_mean)
-        variances.append(group_var.mean(1) + between)
-    return torch.cat(means), torch.cat(variances)
-
-
-def _group_sum(per_sample: Tensor, group_size: int) -> Tensor:
-    return torch.cat([part.sum(1) for part in _whole_groups(per_sample, group_size)])
-
-
-def _per_sample(per_group: Tensor, samples: int, group_size: int) -> Tensor:
-    """(groups, C) as (N, C): every sample gets its group's row."""
-    if group_size == 1:
-        return per_group
-    return per_group.repeat_interleave(group_size, 0)[:samples]
-
-
 def _unsqueeze_like(t: Tensor, x: Tensor) -> Tensor:
     """(C,) or (N, C) with the trailing dimensions that let it broadcast against x."""
     return t.reshape(-1, x.shape[1], *[1] * (x.dim() - 2))
-
-
-def _broadcast(t: Tensor, x: Tensor, group_size: int | None) -> Tensor:
-    if group_size is not None:
-        t = _per_sample(t, x.shape[0], group_size)
-    return _unsqueeze_like(t, x)
-
-
-def _values_per_moment(x: Tensor, group_size: int | None, like: Tensor) -> Tensor:
-    """How many values each of the batch's moments averages: (), or (groups, 1) with groups."""
-    per_sample = x.numel() // (x.shape[0] * x.shape[1])
-    if group_size is None:
-        return like.new_tensor(x.shape[0] * per_sample)
-    counts = like.new_full((like.shape[0], 1), group_size * per_sample)
-    counts[-1] = (x.shape[0] - (like.shape[0] - 1) * group_size) * per_sample
-    return counts
 
 
 def _spatial_sum(x: Tensor) -> Tensor:
@@ -477,25 +391,3 @@ def _spatial_sum(x: Tensor) -> Tensor:
 
 def _sum_to_channels(t: Tensor) -> Tensor:
     return t.sum(0) if t.dim() == 2 else t
-
-
-def _merge_ranks(x: Tensor, mean: Tensor, var: Tensor, group: dist.ProcessGroup) -> Moments:
-    """Moments over the batches of all ranks, which may differ in size."""
-    ours = torch.cat((mean, var, _values_per_moment(x, None, mean).reshape(1)))
-    gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, ours, group=group)
-    means, variances, counts = torch.stack(gathered).split((len(mean), len(var), 1), dim=1)
-    share = counts / counts.sum()
-    pooled = (share * means).sum(0)
-    return pooled, (share * (variances + (means - pooled).square())).sum(0)
-
-
-def _sum_over_ranks(
-    grad_weight: Tensor, grad_bias: Tensor, count: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    if group is None:
-        return grad_weight, grad_bias, count
-    flat = torch.cat((grad_weight, grad_bias, count.reshape(1)))
-    dist.all_reduce(flat, group=group)
-    total_weight, total_bias, total = flat.split((len(grad_weight), len(grad_bias), 1))
-    return total_weight, total_bias, total

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from ttnorm import artefact
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 
@@ -56,3 +59,39 @@ def test_post_training_gives_the_alpha_of_one_process(results, kind, layer):
 def test_a_checkpoint_of_two_ranks_resumes(results):
     for layer in ("1", "4"):
         assert torch.equal(results[1][f"resumed {layer}"], results[1][f"alpha {layer}"])
+
+
+USER_CODE = """
+    import os
+    import torch
+    from distributed_worker import network
+
+    def loader():
+        rank, ranks = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+        torch.manual_seed(2)
+        x, y = torch.rand(4, 16, 3, 10, 10, dtype=torch.float64), torch.randint(4, (4, 16))
+        return [(a.chunk(ranks)[rank], b.chunk(ranks)[rank]) for a, b in zip(x, y)]
+"""
+
+
+def test_the_command_line_under_torchrun_writes_what_one_process_writes(tmp_path):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(USER_CODE))
+    one = ["-m", "ttnorm"]
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *one]
+    alphas = []
+    for name, program in (("one", one), ("two", two)):
+        arguments = ["post-train", "mine:network", "mine:loader", f"{name}.safetensors"]
+        options = ["--epochs", "2", "--lr", "0.02", "--device", "cpu"]
+        result = subprocess.run(
+            [sys.executable, *program, *arguments, *options],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(WORKER.parent), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert result.returncode == 0, result.stderr
+        alphas.append(artefact.read(tmp_path / f"{name}.safetensors").alpha)
+    for layer in ("1", "4"):
+        torch.testing.assert_close(alphas[1][layer], alphas[0][layer], rtol=0, atol=1e-6)
