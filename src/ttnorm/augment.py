@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor
@@ -110,12 +110,19 @@ def shift_images(
     """
     if mean is None and std is None:
         return augment(images, generator)
-    offset = _per_channel(images, mean if mean is not None else 0.0)
-    scale = _per_channel(images, std if std is not None else 1.0)
+    offset = _per_channel(images, per_channel_list(mean) or [0.0])
+    scale = _per_channel(images, per_channel_list(std) or [1.0])
     unit = images * scale + offset
     _check_unit_range(unit)
     # Rounding alone leaves [0, 1] by less than the tolerance just checked.
     return (augment(unit.clamp(0, 1), generator) - offset) / scale
+
+
+def per_channel_list(values: Any) -> list[float] | None:
+    """A mean or std given as a number, a sequence, an array or a tensor, as a list."""
+    if values is None:
+        return None
+    return torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
 
 
 def _jitter(
@@ -188,9 +195,8 @@ def _check_unit_range(images: Tensor) -> None:
         )
 
 
-def _per_channel(images: Tensor, values: Sequence[float] | float) -> Tensor:
+def _per_channel(images: Tensor, values: list[float]) -> Tensor:
     channels = images.shape[1]
-    values = [values] if isinstance(values, (int, float)) else values
     if len(values) not in (1, channels):
         raise ValueError(
             f"mean and std have {len(values)} values, expected one per channel: {channels}."

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,9 +155,12 @@ def post_train(
     if init not in ("prior", "random"):
         options["init"] = _number("--init", init)
     config = posttrain.PostTrainConfig(**options)
-    _check_writable(output)
-    with _Ranks() as ranks:
-        model = _network(network).to(_device(device, ranks.local))
+    for path in (output, checkpoint):
+        _check_writable(path)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    where = _device(device, local_rank)
+    with _ranks(where):
+        model = _network(network).to(where)
         result = posttrain.post_train_(
             model,
             _resolve(loader)(),
@@ -190,9 +194,15 @@ def export_(
     if output.suffix not in (".onnx", ".pt2"):
         raise ValueError(f"{output} ends in {output.suffix!r}, expected .onnx or .pt2.")
     _check_writable(output)
-    sizes = [int(_number("--shape", size)) for size in shape.split(",")]
-    model = artefact.load_(_network(network), alpha)
-    example = torch.rand(2, *sizes)
+    sizes = shape.split(",")
+    if not all(size.strip().isdigit() and int(size) for size in sizes):
+        raise ValueError(f"--shape is {shape!r}, expected whole numbers such as 3,224,224.")
+    model = artefact.load_(_network(network), alpha).eval()
+    example = torch.rand(2, *map(int, sizes))
+    try:
+        model(example)
+    except RuntimeError as error:
+        raise ValueError(f"The network does not take --shape {shape}: {error}") from error
     if output.suffix == ".onnx":
         export.to_onnx(model, example, output, opset=opset)
     else:
@@ -241,23 +251,20 @@ def _histogram(alpha: Tensor) -> str:
     return "".join("·▁▂▃▄▅▆▇"[height] for height in heights)
 
 
-class _Ranks:
+@contextlib.contextmanager
+def _ranks(device: str) -> Iterator[None]:
     """The process group that torchrun announces in the environment; nothing without it."""
-
-    local = 0
-
-    def __enter__(self) -> _Ranks:
-        if "LOCAL_RANK" in os.environ:
-            self.local = int(os.environ["LOCAL_RANK"])
-            cuda = torch.cuda.is_available()
-            if cuda:
-                torch.cuda.set_device(self.local)
-            dist.init_process_group("nccl" if cuda else "gloo")
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if "LOCAL_RANK" not in os.environ:
+        yield
+        return
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _device(wanted: str | None, local_rank: int = 0) -> str:
@@ -277,8 +284,10 @@ def _device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path | None) -> None:
     """Before hours of work, not after."""
+    if path is None:
+        return
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{path} cannot be written: {folder} has to be a folder you may write to.")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from .surgery import ttn_layers
+from .surgery import ttn_layers, unwrap
 
 
 def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
@@ -28,6 +28,7 @@ def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
         >>> program.module()(torch.rand(7, 3, 8, 8)).shape
         torch.Size([7, 3, 8, 8])
     """
+    model = unwrap(model)
     layers = ttn_layers(model)  # an unconverted network would export, and never adapt
     if any(layer.group_size is not None for layer in layers.values()):
         raise ValueError("The model is isolated; export it outside of ttnorm.isolated().")

@@ -115,8 +115,8 @@ class Fit:
         config, steps = self.config, _length(loader, self.config)
         if not (config.ce or config.mse):
             return
-        progress = Progress("post-training", config.epochs * steps if steps else None)
-        progress.done = len(self.history) * (steps or 0)
+        done = len(self.history) * (steps or 0)
+        progress = Progress("post-training", config.epochs * steps if steps else None, done)
         while len(self.history) < config.epochs and not self.saturated():
             with reproducible(loader, config.seed, 1 + len(self.history)) as generator:
                 self.epoch(loader, generator, progress)

@@ -48,9 +48,9 @@ class TTNormBase(nn.Module):
             process_group=group_to_reduce(self.process_group) if self.sync else None,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        self._check_input_dim(x)  # type: ignore[operator]  # BatchNorm's own
-        return self.standardise(x)
+    def forward(self, input: Tensor) -> Tensor:  # BatchNorm's name for it, as a keyword too
+        self._check_input_dim(input)  # type: ignore[operator]  # and its check
+        return self.standardise(input)
 
     def extra_repr(self) -> str:
         text = f"{self.running_mean.numel()}, eps={self.eps}"
@@ -118,12 +118,15 @@ class TTNormAct2d(TTNormBase, nn.BatchNorm2d):
     drop: nn.Module
     act: nn.Module
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return self.act(self.drop(super().forward(x)))
 
 
 class TTFrozenNorm2d(TTNormBase):
     """In place of torchvision's `FrozenBatchNorm2d`: weight and bias stay buffers."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() != 4:

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from .artefact import fingerprint
-from .augment import Augment, Per, domain_shift, prior_shift, shift_images
+from .augment import (
+    Augment,
+    Per,
+    domain_shift,
+    per_channel_list,
+    prior_shift,
+    shift_images,
+)
 from .batches import Loader, Loss, check_repeatable, cross_entropy
 from .distributed import world_size
 from .fitting import Checkpoint, Fit, as_json
@@ -152,7 +159,9 @@ def post_train_(
     """
     config = config or PostTrainConfig()
     check_repeatable(loader)
-    state = Checkpoint.read(checkpoint, _identity(model, config, augment, mean, std))
+    mean, std = per_channel_list(mean), per_channel_list(std)
+    identity = _identity(model, config, loss, augment, prior_augment, mean, std)
+    state = Checkpoint.read(checkpoint, identity)
     prior = None
     if state is not None:
         prior = state.prior()
@@ -168,19 +177,10 @@ def post_train_(
                 mean=mean,
                 std=std,
             )
-    result = optimise_alpha(
-        model,
-        loader,
-        prior,
-        config,
-        loss=loss,
-        augment=augment,
-        mean=mean,
-        std=std,
-        checkpoint=checkpoint,
-    )
+    shift = _shift(config, augment, mean, std)
+    result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity)
     convert_(model, result.alpha)
-    names = {"prior_augment": _name_of(prior_augment), "augment": _name_of(augment or domain_shift)}
+    names = {key: identity[key] for key in ("prior augmentation", "augmentation")}
     remember_config(model, as_json(config) | names)
     return result
 
@@ -205,13 +205,25 @@ def optimise_alpha(
     """
     config = config or PostTrainConfig()
     check_repeatable(loader)
+    mean, std = per_channel_list(mean), per_channel_list(std)
+    identity = _identity(model, config, loss, augment, None, mean, std)
+    shift = _shift(config, augment, mean, std)
+    return _fit(model, loader, prior, config, loss, shift, checkpoint, identity)
+
+
+def _fit(
+    model: nn.Module,
+    loader: Loader,
+    prior: dict[str, Tensor] | None,
+    config: PostTrainConfig,
+    loss: Loss | None,
+    shift: partial[Tensor],
+    checkpoint: str | os.PathLike[str] | None,
+    identity: dict[str, Any],
+) -> PostTrainResult:
     if checkpoint is not None:
         warn_of_lasting_workers(loader)
-    identity = _identity(model, config, augment, mean, std)
     state = Checkpoint.read(checkpoint, identity)
-    shift = partial(
-        shift_images, augment=augment or partial(domain_shift, per=config.shift), mean=mean, std=std
-    )
     with borrowed(model, alpha=0.0) as layers, torch.enable_grad():
         fit = Fit(model, layers, prior, config, loss or cross_entropy, shift)
         if state is not None:
@@ -220,25 +232,43 @@ def optimise_alpha(
         return PostTrainResult(fit.alpha(), prior, fit.history, config)
 
 
+def _shift(
+    config: PostTrainConfig,
+    augment: Augment | None,
+    mean: list[float] | None,
+    std: list[float] | None,
+) -> partial[Tensor]:
+    augment = augment or partial(domain_shift, per=config.shift)
+    return partial(shift_images, augment=augment, mean=mean, std=std)
+
+
 def _identity(
     model: nn.Module,
     config: PostTrainConfig,
+    loss: Loss | None,
     augment: Augment | None,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
+    prior_augment: Augment | None,
+    mean: list[float] | None,
+    std: list[float] | None,
 ) -> dict[str, Any]:
     """What has to be the same for a run to go on from a checkpoint."""
     return {
         "config": as_json(config),
         "network": fingerprint(model),
+        "loss": _name_of(loss or cross_entropy),
         "augmentation": _name_of(augment or domain_shift),
-        "mean and std": [list(v) if isinstance(v, Sequence) else v for v in (mean, std)],
+        "prior augmentation": _name_of(prior_augment) if prior_augment else None,
+        "mean and std": [mean, std],
         "number of ranks": world_size(),
     }
 
 
-def _name_of(augment: Augment) -> str:
-    return getattr(augment, "__qualname__", None) or repr(augment)
+def _name_of(function: Any) -> str:
+    """A name that is the same in another process; a repr may hold an address."""
+    if isinstance(function, partial):
+        given = [*map(repr, function.args), *(f"{k}={v!r}" for k, v in function.keywords.items())]
+        return f"{_name_of(function.func)}({', '.join(given)})"
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from .distributed import rank
+
 T = TypeVar("T")
 
 
@@ -16,12 +18,14 @@ class Progress:
     Args:
         title: what is being done.
         total: number of steps, or None when it is not known.
+        done: steps that an earlier run has done already.
     """
 
-    def __init__(self, title: str, total: int | None) -> None:
-        self.title, self.total, self.done, self.note = title, total, 0, ""
+    def __init__(self, title: str, total: int | None, done: int = 0) -> None:
+        self.title, self.total, self.done, self.note = title, total, done, ""
+        self.before = done
         self.started = self.shown = time.monotonic()
-        self.visible = sys.stderr.isatty()
+        self.visible = sys.stderr.isatty() and rank() == 0
 
     def track(self, items: Iterable[T]) -> Iterator[T]:
         """Yield the items, counting each as a step."""
@@ -46,6 +50,6 @@ class Progress:
         if not self.total:
             return f"{self.title}  {self.done}  {seconds:.0f}s  {self.note}"
         filled = 24 * self.done // self.total
-        left = seconds / self.done * (self.total - self.done)
+        left = seconds / (self.done - self.before) * (self.total - self.done)
         bar = "━" * filled + "╌" * (24 - filled)
         return f"{self.title}  {bar}  {self.done}/{self.total}  {left:.0f}s left  {self.note}"

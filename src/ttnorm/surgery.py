@@ -47,7 +47,8 @@ def convert_(
 
     Works on BatchNorm1d/2d/3d, SyncBatchNorm, torchvision's FrozenBatchNorm2d and timm's
     BatchNormAct2d; any other BatchNorm is refused and the model left as it was. Layers that are
-    converted already take the new alpha.
+    converted already take the new alpha. Call `SyncBatchNorm.convert_sync_batchnorm` before this,
+    not after: it would make plain layers of them.
 
     Args:
         model: the network.
@@ -132,29 +133,38 @@ def isolated(model: nn.Module, group_size: int) -> Iterator[nn.Module]:
         for guard in guards:
             guard.remove()
         for layer, value in zip(layers.values(), before, strict=True):
-            layer.group_size = value
+            if isinstance(layer, TTNormBase):  # and was not reverted inside
+                layer.group_size = value
 
 
 def _same_batch_everywhere(
     model: nn.Module, layers: Mapping[str, TTNormBase]
 ) -> list[RemovableHandle]:
-    """Hooks that compare the number of samples every layer sees with the model's."""
-    samples: list[int] = []
+    """Hooks that compare the number of samples every layer sees with those the model was given."""
+    given: list[int] = []  # lengths of the tensors that the forward in progress was called with
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        samples[:] = [len(tensors[0])] if tensors else []
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim()]
+        given[:] = [len(t) for t in tensors]
 
-    def compare(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if samples and len(args[0]) != samples[0]:
+    def forget(*_: Any) -> None:
+        given.clear()
+
+    def compare(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        samples = len(next(iter((*args, *kwargs.values()))))
+        if given and samples not in given:
             raise ValueError(
-                f"{name!r} sees {len(args[0])} samples in a batch of {samples[0]}: groups of "
-                "samples there would not be groups of the model's. This network cannot be isolated."
+                f"{name!r} sees {samples} samples in a batch of {given[0]}: groups of samples "
+                "there would not be groups of the model's. This network cannot be isolated."
             )
 
-    guards = [model.register_forward_pre_hook(note, with_kwargs=True, prepend=True)]
+    guards = [
+        model.register_forward_pre_hook(note, with_kwargs=True),
+        model.register_forward_hook(forget, always_call=True),
+    ]
     for name, layer in layers.items():
-        guards.append(layer.register_forward_pre_hook(partial(compare, name)))
+        hook = partial(compare, name)
+        guards.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
     return guards
 
 
@@ -166,20 +176,23 @@ def borrowed(
     modes = [(module, module.training) for module in model.modules()]
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     ours = [m for m in model.modules() if isinstance(m, TTNormBase)]
-    before = [(m, m.alpha, m.cross_term, m.sync) for m in ours]
+    before = [(m, m.alpha, m.cross_term, m.sync, m.group_size) for m in ours]
     config = config_of(model)
     convert_(model, alpha)
     try:
         model.eval()
         for parameter, _ in frozen:
             parameter.requires_grad_(False)
+        for layer in ours:
+            layer.group_size = None
         yield ttn_layers(model)
     finally:
         for layer in ttn_layers(model).values():
             if layer not in ours:
                 _revert(layer)
-        for layer, value, cross_term, sync in before:
+        for layer, value, cross_term, sync, group_size in before:
             layer.alpha, layer.cross_term, layer.sync = value, cross_term, sync
+            layer.group_size = group_size
         remember_config(model, config)
         for parameter, required in frozen:
             parameter.requires_grad_(required)
@@ -288,8 +301,12 @@ def _alpha_per_layer(
                 f"unknown: {sorted(extra)[:5]}. Was it fitted on another network?"
             )
         given = {name: torch.as_tensor(value) for name, value in alpha.items()}
-    else:
+    elif isinstance(alpha, (int, float)):
         given = {name: torch.tensor(float(alpha)) for name in layers}
+    else:
+        raise TypeError(
+            f"alpha is a {type(alpha).__name__}, expected a number, or a dict of tensors by layer."
+        )
     return {name: _checked_alpha(name, given[name], layer) for name, layer in layers.items()}
 
 

@@ -68,7 +68,7 @@ class TestRoundTrip:
         ttnorm.save(small_network, path)
         made = artefact.read(path).metadata["config"]
         assert made["lambda_"] == 0.25
-        assert made["augment"] == "domain_shift"
+        assert made["augmentation"] == "domain_shift"
         # and on through a second file
         ttnorm.save(ttnorm.load_(ttnorm.revert_(small_network), path), path)
         assert artefact.read(path).metadata["config"] == made

@@ -120,6 +120,11 @@ def test_export_writes_a_graph(alpha_file, suffix):
     assert (alpha_file.parent / f"mine.{suffix}").stat().st_size > 1000
 
 
+def test_export_says_when_the_network_does_not_take_the_shape(alpha_file):
+    result = run("export", "mine:network", alpha_file, "mine.onnx", "--shape", "5,10,10")
+    assert "does not take --shape 5,10,10" in str(result.exception)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -128,7 +133,7 @@ def test_export_writes_a_graph(alpha_file, suffix):
         ("post-train absent:network mine:loader x", "There is no module 'absent' to import"),
         ("post-train mine:network mine:loader no/x", "no/x cannot be written"),
         ("post-train mine:network mine:loader x --device gpu", "--device is 'gpu', expected cpu"),
-        ("export mine:network absent x.onnx --shape 3x10x10", "--shape is '3x10x10', which is no"),
+        ("export mine:network absent x.onnx --shape 3x10x10", "--shape is '3x10x10', expected"),
         ("post-train mine:no_network mine:loader x", "returned a int, expected a torch.nn.Module"),
         (
             "post-train mine:network mine:loader x --init much",
@@ -136,6 +141,8 @@ def test_export_writes_a_graph(alpha_file, suffix):
         ),
         ("post-train mine:network mine:normalised x", "pass the mean and std"),
         ("info absent.safetensors", "There is no file absent.safetensors"),
+        ("export mine:network absent x.onnx --shape 3.5,8,8", "--shape is '3.5,8,8', expected"),
+        ("post-train mine:network mine:loader x --checkpoint no/c", "no/c cannot be written"),
         ("export mine:network absent x.tflite --shape 3,10,10", "expected .onnx or .pt2"),
     ],
 )

@@ -60,6 +60,12 @@ def test_torch_export_agrees_with_eager(network):
         torch.testing.assert_close(program.module()(x), network(x), rtol=1e-4, atol=1e-5)
 
 
+def test_a_compiled_network_exports_as_what_it_wraps(network):
+    program = ttnorm.to_exported_program(torch.compile(network), torch.rand(2, 3, 16, 16))
+    x = torch.rand(5, 3, 16, 16)
+    torch.testing.assert_close(program.module()(x), network(x), rtol=1e-4, atol=1e-5)
+
+
 def test_an_exported_program_survives_its_file(network, tmp_path):
     path = tmp_path / "network.pt2"
     torch.export.save(ttnorm.to_exported_program(network, torch.rand(2, 3, 16, 16)), path)
@@ -143,6 +149,11 @@ class TestCompile:
         """Once for the first size, once for all others, whatever the number of sizes."""
         model = ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3)), 0.3)
         assert self.compiles(model, (3, 8, 8), (2, 7, 200, 64, 33, 5, 128)) == 2
+
+    def test_nor_with_groups(self):
+        model = ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3)), 0.3)
+        with ttnorm.isolated(model, 4):
+            assert self.compiles(model, (3, 8, 8), (8, 12, 10, 7, 16, 5, 9)) == 2
 
     def test_a_network_compiles_as_often_as_with_batchnorm(self, network):
         """torch itself looks at the batch size of a convolution: one graph more on some CPUs."""

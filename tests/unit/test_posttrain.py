@@ -1,5 +1,6 @@
 """Post-training: every switch of the paper, reproducible, resumable, no trace on the network."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ttnorm
 from ttnorm import PostTrainConfig, optimise_alpha, post_train_
 from ttnorm.demo import digits
+from ttnorm.posttrain import _name_of
 
 
 @pytest.fixture
@@ -26,6 +28,13 @@ def loader():
 @pytest.fixture
 def prior():
     return {"1": torch.linspace(0.1, 0.6, 6), "4": torch.linspace(0, 0.7, 8)}
+
+
+class Darker:
+    """An augmentation that is an object."""
+
+    def __call__(self, images, generator):
+        return images / 2
 
 
 def flat(alpha):
@@ -322,6 +331,20 @@ class TestReproducible:
         resumed = self.run(small_network, loader, config=config, checkpoint=checkpoint)
         assert torch.equal(resumed, expected)
 
+    @pytest.mark.parametrize(
+        "augment", [functools.partial(ttnorm.domain_shift, per="image"), Darker()]
+    )
+    def test_an_augmentation_is_recognised_in_another_process(self, augment):
+        other = copy.deepcopy(augment)  # another object, at another address
+        assert _name_of(augment) == _name_of(other)
+
+    @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+    def test_mean_and_std_of_any_kind(self, small_network, loader, tmp_path, kind):
+        options = {"mean": kind([0.0] * 3), "std": kind([1.0] * 3)}
+        options["checkpoint"] = tmp_path / "run.safetensors"
+        first = self.run(small_network, loader, **options)
+        assert torch.equal(self.run(small_network, loader, **options), first)
+
     def test_a_finished_run_is_read_not_run(self, small_network, loader, tmp_path):
         checkpoint = tmp_path / "run.safetensors"
         expected = self.run(small_network, loader, checkpoint=checkpoint)
@@ -333,13 +356,20 @@ class TestReproducible:
         other = dataclasses.replace(self.CONFIG, lr=0.5)
         with pytest.raises(ValueError, match="checkpoint of another run: its config differs"):
             self.run(small_network, loader, config=other, checkpoint=checkpoint)
+        with pytest.raises(ValueError, match="its loss differs"):
+            self.run(small_network, loader, loss=F.multi_margin_loss, checkpoint=checkpoint)
+        shift = ttnorm.domain_shift
+        with pytest.raises(ValueError, match="its prior augmentation differs"):
+            self.run(small_network, loader, prior_augment=shift, checkpoint=checkpoint)
         with pytest.raises(ValueError, match="its augmentation differs"):
             self.run(small_network, loader, augment=ttnorm.prior_shift, checkpoint=checkpoint)
         with pytest.raises(ValueError, match="its mean and std differs"):
             self.run(small_network, loader, mean=[0.0] * 3, std=[1.0] * 3, checkpoint=checkpoint)
-        prior = {"1": torch.rand(6), "4": torch.rand(8)}
+        one, other = ({"1": torch.rand(6), "4": torch.rand(8)} for _ in range(2))
+        own = tmp_path / "own.safetensors"
+        optimise_alpha(small_network, loader, one, self.CONFIG, checkpoint=own)
         with pytest.raises(ValueError, match="prior is not the one"):
-            optimise_alpha(small_network, loader, prior, self.CONFIG, checkpoint=checkpoint)
+            optimise_alpha(small_network, loader, other, self.CONFIG, checkpoint=own)
         small_network[1].running_mean += 1
         with pytest.raises(ValueError, match="its network differs"):
             self.run(small_network, loader, checkpoint=checkpoint)
@@ -398,6 +428,14 @@ class TestPostTrain:
         loader = [(torch.rand(2, 3, 10, 10), y[i : i + 2]) for i in range(0, 8, 2)]
         result = post_train_(model, loader, PostTrainConfig(epochs=2), loss=loss)
         assert flat(result.alpha).isfinite().all()
+
+    def test_inside_isolated_it_is_what_it_is_outside(self, small_network, loader):
+        config = PostTrainConfig(epochs=1, lr=0.1)
+        outside = post_train_(small_network, loader, config)
+        with ttnorm.isolated(small_network, 1):
+            inside = post_train_(small_network, loader, config)
+            assert small_network[1].group_size == 1
+        assert torch.equal(flat(inside.alpha), flat(outside.alpha))
 
     def test_an_interrupted_run_leaves_the_network_as_it_was(self, small_network, loader):
         def stop(images, generator):

@@ -207,6 +207,10 @@ class TestRefused:
             ttnorm.convert_(small_network, alpha)
         assert type(small_network[1]) is nn.BatchNorm2d
 
+    def test_one_tensor_for_all_layers(self, small_network):
+        with pytest.raises(TypeError, match="alpha is a Tensor, expected a number, or a dict"):
+            ttnorm.convert_(small_network, torch.rand(6))
+
     def test_alpha_of_another_shape(self, small_network):
         with pytest.raises(ValueError, match=r"alpha for '4' has shape \(6,\), expected \(8,\)"):
             ttnorm.convert_(small_network, {"1": torch.rand(6), "4": torch.rand(6)})
@@ -276,6 +280,31 @@ class TestIsolated:
         ):
             model(clips)
         model(clips)  # and the guard is gone
+
+    def test_parts_of_the_model_may_be_called_on_their_own(self, small_network, images):
+        ttnorm.convert_(small_network, alpha=1.0)
+        with ttnorm.isolated(small_network, 4):
+            small_network(images)
+            small_network[1](torch.rand(6, 6, 4, 4))  # another number of samples
+
+    def test_other_arguments_are_not_taken_for_the_batch(self):
+        class Conditioned(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = nn.BatchNorm1d(3)
+
+            def forward(self, time, strength, x):
+                return self.norm(input=x) * time * strength
+
+        model = ttnorm.convert_(Conditioned(), alpha=1.0)
+        with ttnorm.isolated(model, 2):
+            model(torch.tensor(2.0), torch.ones(1), x=torch.rand(6, 3))
+
+    def test_reverting_inside_leaves_nothing_behind(self, small_network):
+        attributes = small_network[1].__dict__.keys() - {"_class_before"}
+        with ttnorm.isolated(ttnorm.convert_(small_network, alpha=1.0), 2):
+            ttnorm.revert_(small_network)
+        assert small_network[1].__dict__.keys() == attributes
 
     @pytest.mark.parametrize("group_size", [0, -1, 2.5, True])
     def test_wrong_sizes(self, small_network, group_size):
