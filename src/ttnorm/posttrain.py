@@ -178,7 +178,7 @@ def post_train_(
                 std=std,
             )
     shift = _shift(config, augment, mean, std)
-    result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity)
+    result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
     convert_(model, result.alpha)
     names = {key: identity[key] for key in ("prior augmentation", "augmentation")}
     remember_config(model, as_json(config) | names)
@@ -207,8 +207,9 @@ def optimise_alpha(
     check_repeatable(loader)
     mean, std = per_channel_list(mean), per_channel_list(std)
     identity = _identity(model, config, loss, augment, None, mean, std)
+    state = Checkpoint.read(checkpoint, identity)
     shift = _shift(config, augment, mean, std)
-    return _fit(model, loader, prior, config, loss, shift, checkpoint, identity)
+    return _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
 
 
 def _fit(
@@ -220,10 +221,10 @@ def _fit(
     shift: partial[Tensor],
     checkpoint: str | os.PathLike[str] | None,
     identity: dict[str, Any],
+    state: Checkpoint | None,
 ) -> PostTrainResult:
     if checkpoint is not None:
         warn_of_lasting_workers(loader)
-    state = Checkpoint.read(checkpoint, identity)
     with borrowed(model, alpha=0.0) as layers, torch.enable_grad():
         fit = Fit(model, layers, prior, config, loss or cross_entropy, shift)
         if state is not None:

@@ -24,6 +24,7 @@ from .batches import Loader, Loss, batches, cross_entropy, scalar
 from .distributed import world_size
 from .functional import affine_gradients, normalise
 from .layers import TTNormBase
+from .native import moment_dtype
 from .progress import Progress
 from .surgery import borrowed, device_of, unwrap
 
@@ -206,7 +207,7 @@ class _RecordingNorm(torch.autograd.Function):
 
 
 def _float_moments(layer: TTNormBase, x: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = moment_dtype(x)
     return layer.running_mean.to(dtype), layer.running_var.to(dtype)
 
 

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PER_SHEET = 100  # images along each side of a sheet
 PER_SEVERITY = 10_000  # images of one severity in a CIFAR-C file
 
 

@@ -137,5 +137,5 @@ class _Draw:
         return torch.rand(count, generator=self.generator, device=self.device)
 
     def integers(self, count: int, below: int) -> Tensor:
-        # not randint, whose kernel a captured graph may not replay with a generator of its own
+        # as floats, which is what they are compared and multiplied with
         return torch.floor(self.uniform(count) * below).clamp_max(below - 1)
