@@ -86,8 +86,8 @@ def mix_moments(
     mean = torch.lerp(source_mean, batch_mean, alpha)
     var = torch.lerp(source_var, batch_var, alpha)
     if cross_term:
-        # mean - mu_s = alpha (mu - mu_s) and mu - mean = (1 - alpha) (mu - mu_s)
-        var = torch.addcmul(var, mean - source_mean, batch_mean - mean)
+        shift = batch_mean - source_mean
+        var = torch.addcmul(var, alpha * shift, (1 - alpha) * shift)
     if not (torch.is_grad_enabled() and alpha.requires_grad):
         # 0 * NaN is NaN: a broken sample must not reach a channel that never looks at the batch.
         # (Where alpha is being fitted, this would hide the gradient that lets it leave 0.)
