@@ -79,23 +79,22 @@ def mix_moments(
         >>> mean.item(), var.item()
         (1.0, 2.0)
     """
-    alpha, source_mean, source_var = (
-        t.to(batch_mean.dtype) for t in (alpha, source_mean, source_var)
-    )
+    alpha, source_mean, source_var = _cast(batch_mean.dtype, alpha, source_mean, source_var)
     # lerp(a, b, w) = w * b + (1 - w) * a, and exactly a and b at the ends
     mean = torch.lerp(source_mean, batch_mean, alpha)
-    var = torch.lerp(source_var, batch_var, alpha)
     if cross_term:
-        shift = batch_mean - source_mean
-        var = torch.addcmul(var, alpha * shift, (1 - alpha) * shift)
+        # The same variance as above, seen from the mixture's mean: it takes fewer, safer steps.
+        from_source, from_batch = source_mean - mean, batch_mean - mean
+        second_source = torch.addcmul(source_var, from_source, from_source)
+        second_batch = torch.addcmul(batch_var, from_batch, from_batch)
+        var = torch.lerp(second_source, second_batch, alpha)
+    else:
+        var = torch.lerp(source_var, batch_var, alpha)
     if not (torch.is_grad_enabled() and alpha.requires_grad):
         # 0 * NaN is NaN: a broken sample must not reach a channel that never looks at the batch.
         # (Where alpha is being fitted, this would hide the gradient that lets it leave 0.)
-        unused = alpha == 0
-        mean, var = (
-            torch.where(unused, source_mean, mean),
-            torch.where(unused, source_var, var),
-        )
+        used = alpha.bool()
+        mean, var = torch.where(used, mean, source_mean), torch.where(used, var, source_var)
     return mean, var
 
 
@@ -120,8 +119,9 @@ def normalise(
         >>> normalise(torch.tensor([[3.0]]), torch.tensor([1.0]), torch.tensor([4.0]), eps=0.0)
         tensor([[1.]])
     """
-    weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-    bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+    weight = torch.ones_like(mean) if weight is None else weight
+    bias = torch.zeros_like(mean) if bias is None else bias
+    weight, bias = _cast(mean.dtype, weight, bias)
     if group_size is not None:
         mean, var, weight, bias = (
             groups.per_sample(t.expand_as(mean), x.shape[0], group_size)
@@ -249,9 +249,7 @@ class _TestTimeNorm(torch.autograd.Function):
         x, weight, alpha, source_mean, source_var, batch_mean, batch_var = ctx.saved_tensors
         eps, group_size, cross_term, process_group = ctx.options
         grad = grad.contiguous(memory_format=_memory_format(x))
-        a, source_mean, source_var = (
-            t.to(batch_mean.dtype) for t in (alpha, source_mean, source_var)
-        )
+        a, source_mean, source_var = _cast(batch_mean.dtype, alpha, source_mean, source_var)
         mean, var = mix_moments(
             a, source_mean, source_var, batch_mean, batch_var, cross_term=cross_term
         )
@@ -347,6 +345,11 @@ def _check_arguments(
                 f"x is {tuple(x.shape)}, so it has {x.shape[1]} channels."
             )
     return alpha
+
+
+def _cast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    # a .to() that does nothing still costs what one of the method's own steps does
+    return [t if t.dtype == dtype else t.to(dtype) for t in tensors]
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:
