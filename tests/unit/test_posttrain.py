@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 
+import digits
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ttnorm
 from ttnorm import PostTrainConfig, optimise_alpha, post_train_
-from ttnorm.demo import digits
 from ttnorm.posttrain import _name_of
 
 

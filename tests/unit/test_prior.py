@@ -5,6 +5,7 @@ import itertools
 import logging
 from pathlib import Path
 
+import digits
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from torch import nn
 
 import ttnorm
 from ttnorm.data.cifar import load_cifar
-from ttnorm.demo import digits
 from ttnorm.models import zoo
 
 

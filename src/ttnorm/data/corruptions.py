@@ -2,7 +2,7 @@
 
 Every image has a random generator of its own, from the seed, the corruption, the severity and the
 image's index. So any subset, in any order and on any number of processes, has the same bytes.
-Parameters are those of CIFAR-10-C (32 pixels) and ImageNet-C (224 pixels).
+Parameters are those of CIFAR-10-C (32 pixels) and ImageNet-C (224 pixels), in `severities`.
 """
 
 from __future__ import annotations
@@ -17,68 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .severities import CIFAR, IMAGENET
+
 Array = NDArray[Any]
 Generators = list[np.random.Generator]
 
-# parameters for severities 1 to 5, in the order everybody uses
-CIFAR: dict[str, tuple[Any, ...]] = {
-    "gaussian_noise": (0.04, 0.06, 0.08, 0.09, 0.10),
-    "shot_noise": (500, 250, 100, 75, 50),
-    "impulse_noise": (0.01, 0.02, 0.03, 0.05, 0.07),
-    "defocus_blur": ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
-    "glass_blur": ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
-    "motion_blur": ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
-    "zoom_blur": tuple((1 + high, 0.01) for high in (0.06, 0.11, 0.16, 0.21, 0.26)),
-    "snow": (
-        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
-        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
-        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
-        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
-        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
-    ),
-    "frost": ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
-    "fog": ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
-    "brightness": (0.05, 0.1, 0.15, 0.2, 0.3),
-    "contrast": (0.75, 0.5, 0.4, 0.3, 0.15),
-    "elastic_transform": (
-        (0, 0, 0.08),
-        (0.05, 0.2, 0.07),
-        (0.08, 0.06, 0.06),
-        (0.1, 0.04, 0.05),
-        (0.1, 0.03, 0.03),
-    ),
-    "pixelate": (0.95, 0.9, 0.85, 0.75, 0.65),
-    "jpeg_compression": (80, 65, 58, 50, 40),
-}
-IMAGENET: dict[str, tuple[Any, ...]] = {
-    "gaussian_noise": (0.08, 0.12, 0.18, 0.26, 0.38),
-    "shot_noise": (60, 25, 12, 5, 3),
-    "impulse_noise": (0.03, 0.06, 0.09, 0.17, 0.27),
-    "defocus_blur": ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
-    "glass_blur": ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
-    "motion_blur": ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
-    "zoom_blur": ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.33, 0.03)),
-    "snow": (
-        (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
-        (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
-        (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
-        (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
-        (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
-    ),
-    "frost": ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
-    "fog": ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
-    "brightness": (0.1, 0.2, 0.3, 0.4, 0.5),
-    "contrast": (0.4, 0.3, 0.2, 0.1, 0.05),
-    "elastic_transform": (
-        (2, 0.7, 0.1),
-        (2, 0.08, 0.2),
-        (0.05, 0.01, 0.02),
-        (0.07, 0.01, 0.02),
-        (0.12, 0.01, 0.02),
-    ),
-    "pixelate": (0.6, 0.5, 0.4, 0.3, 0.25),
-    "jpeg_compression": (25, 18, 15, 10, 7),
-}
 CORRUPTIONS = tuple(CIFAR)
 
 
@@ -203,11 +146,7 @@ def frost(
     generators: Generators,
     textures: str | Path | None,
 ) -> Array:
-    if textures is None:
-        raise ValueError(
-            "frost needs its textures: pass the folder that holds frost1.png to frost5.jpg, as in "
-            "the frost folder of the PyPI package imagecorruptions."
-        )
+    check_textures(textures)
     height, width = images.shape[1:3]
     pictures = _textures(str(textures), 0.2 if height == 32 else 1.0)
     out = np.empty_like(images)
@@ -402,6 +341,16 @@ def _elastic(
         map_coordinates(c, (rows, columns), order=1, mode="reflect") for c in np.moveaxis(x, 2, 0)
     ]
     return np.stack(channels, -1)
+
+
+def check_textures(textures: str | Path | None) -> None:
+    """Raise where the pictures that frost is made of cannot be found."""
+    if textures is None:
+        raise ValueError(
+            "frost needs its textures: pass the folder that holds frost1.png to frost5.jpg, as in "
+            "the frost folder of the PyPI package imagecorruptions."
+        )
+    _textures(str(textures), 1.0)
 
 
 @lru_cache(maxsize=4)

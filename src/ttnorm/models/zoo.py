@@ -18,7 +18,10 @@ from .train_source import TrainConfig
 from .wide_resnet import WideResNet
 
 ASSETS = Path(__file__).parent / "assets"
-NETWORKS = {"wrn40_2-cifar10": "WRN-40-2, AugMix, CIFAR-10"}
+NETWORKS = {
+    "wrn40_2-cifar10": "WRN-40-2, AugMix, CIFAR-10",
+    "wrn40_2-cifar100": "WRN-40-2, AugMix, CIFAR-100",
+}
 
 
 def load(name: str) -> WideResNet:
@@ -31,9 +34,23 @@ def load(name: str) -> WideResNet:
         >>> load("wrn40_2-cifar10")(torch.rand(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
-    if name not in NETWORKS:
-        raise ValueError(f"There is no network {name!r}; there are {', '.join(NETWORKS)}.")
+    _check(name)
     return load_checkpoint(ASSETS / f"{name}.safetensors")[0]
+
+
+def alpha_files(name: str) -> dict[str, Path]:
+    """A shipped network's alpha files: "ttn", with the paper's settings, and "dynamic", fitted
+    with batch sizes drawn from 4 to 200.
+
+    Example:
+        >>> alpha_files("wrn40_2-cifar10")["ttn"].name
+        'wrn40_2-cifar10.ttn.safetensors'
+    """
+    _check(name)
+    return {
+        "ttn": ASSETS / f"{name}.ttn.safetensors",
+        "dynamic": ASSETS / f"{name}.dynamic.ttn.safetensors",
+    }
 
 
 def save_checkpoint(
@@ -68,3 +85,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[WideResNet, dict[str,
         model = WideResNet(config["depth"], config["width"], metadata["classes"])
     model.load_state_dict(tensors)
     return model.eval(), metadata
+
+
+def _check(name: str) -> None:
+    if name not in NETWORKS:
+        raise ValueError(f"There is no network {name!r}; there are {', '.join(NETWORKS)}.")

@@ -1,0 +1,1 @@
+"""Scoring: scenarios -> evaluate -> records -> tables and figures."""

@@ -1,0 +1,282 @@
+"""Scoring norm x method x scenario x batch size, one record per cell.
+
+Many small batches run as one forward with groups, so every batch size costs about the same; with
+`grouped=False` batches run one after another, to the same predictions.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import artefact
+from ..methods import method_named
+from ..norms import apply_norm_, norm_named
+from ..progress import Progress
+from ..surgery import device_of
+from ..version import __version__
+from .records import Record, RecordFile
+from .scenarios import SCENARIOS, Segment, segments
+
+SAMPLES_AT_ONCE = {"cuda": 2000, "cpu": 200}
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network under test.
+
+    Args:
+        name: what records call it.
+        model: with BatchNorm layers, taking images in [0, 1]; never changed.
+        alpha_files: its alpha files by kind: "ttn", "dynamic".
+    """
+
+    name: str
+    model: nn.Module
+    alpha_files: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Domains:
+    """The same images in several domains.
+
+    Args:
+        dataset: "cifar10-c", ...
+        severity: of the corruptions; 0 for clean images.
+        images: uint8 (N, C, H, W) by domain.
+        labels: (N,).
+    """
+
+    dataset: str
+    severity: int
+    images: Mapping[str, Tensor]
+    labels: Tensor
+
+    def subset(self, count: int) -> Domains:
+        """The first `count` images of every domain."""
+        if not 1 <= count <= len(self.labels):
+            raise ValueError(f"The subset is {count} images, expected 1 to {len(self.labels)}.")
+        images = {domain: x[:count] for domain, x in self.images.items()}
+        return dataclasses.replace(self, images=images, labels=self.labels[:count])
+
+    def to(self, device: str) -> Domains:
+        images = {domain: x.to(device) for domain, x in self.images.items()}
+        return dataclasses.replace(self, images=images, labels=self.labels.to(device))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one run over a stream is made of."""
+
+    norm: str
+    batch_size: int
+    scenario: str = "single"
+    method: str = "none"
+    seed: int = 0
+
+
+def evaluate(
+    network: Network,
+    data: Domains,
+    jobs: Iterable[Job],
+    records: RecordFile,
+    *,
+    grouped: bool = True,
+    experiment: str | None = None,
+) -> None:
+    """Run the jobs and append a record for every cell that is not on file yet.
+
+    Args:
+        network: what is tested, on the device to test on.
+        data: on what, on the same device.
+        jobs: see `Job`.
+        records: where cells go, and what has been done already.
+        grouped: False runs batches one after another.
+        experiment: a name for these cells in the records.
+    """
+    jobs = list(jobs)
+    for job in jobs:  # before hours of work, not after
+        _check(job, network, data)
+    size = next(iter(data.images.values())).shape[-1]
+    classes = classes_of(network.model, size)
+    if int(data.labels.max()) >= classes or int(data.labels.min()) < 0:
+        raise ValueError(
+            f"{data.dataset} has labels from {int(data.labels.min())} to "
+            f"{int(data.labels.max())}; {network.name} has {classes} classes."
+        )
+    progress = Progress("evaluate", len(jobs))
+    known: dict[tuple[Any, ...], Record] = {}
+    for job in jobs:
+        for record in _cells(network, data, job, records, known, grouped):
+            records.append(record | ({"experiment": experiment} if experiment else {}))
+        progress.step(f"{job.norm} {job.scenario} B = {job.batch_size}")
+    progress.close()
+
+
+@torch.no_grad()
+def predictions(
+    network: Network, data: Domains, job: Job, *, grouped: bool = True
+) -> Iterator[tuple[Segment, Tensor]]:
+    """The predicted classes of a job, segment after segment, in the order of arrival."""
+    stream = segments(job.scenario, list(data.images), data.labels.cpu(), job.batch_size, job.seed)
+    run = _Run(network, data, job, grouped)
+    for segment in stream:
+        yield segment, run(segment)
+
+
+class _Run:
+    """A network under a norm and a method, going over a stream."""
+
+    def __init__(self, network: Network, data: Domains, job: Job, grouped: bool) -> None:
+        norm = norm_named(job.norm)
+        model = apply_norm_(
+            copy.deepcopy(network.model),
+            job.norm,
+            batch_size=job.batch_size,
+            alpha_file=network.alpha_files.get(norm.alpha_file or ""),
+        )
+        self.method = method_named(job.method)(model.eval(), job.batch_size)
+        self.pictures = list(data.images.values())
+        self.device = self.pictures[0].device
+        whole = SAMPLES_AT_ONCE.get(self.device.type, 200)
+        if self.method.window is not None:
+            whole = self.method.window
+        batches = max(1, whole // job.batch_size) if grouped else 1
+        self.samples = batches * job.batch_size
+
+    def __call__(self, segment: Segment) -> Tensor:
+        if segment.reset:
+            self.method.reset()
+        parts = zip(
+            segment.domains.split(self.samples), segment.images.split(self.samples), strict=True
+        )
+        return torch.cat([self.method(self._images(*part)).argmax(1) for part in parts])
+
+    def _images(self, domains: Tensor, images: Tensor) -> Tensor:
+        first, images = int(domains[0]), images.to(self.device)
+        if bool((domains == first).all()):
+            x = self.pictures[first][images]
+        else:
+            x = self.pictures[first].new_empty(len(images), *self.pictures[first].shape[1:])
+            for index in domains.unique().tolist():
+                here = (domains == index).to(self.device)
+                x[here] = self.pictures[index][images[here]]
+        return x.float() / 255
+
+
+def _cells(
+    network: Network,
+    data: Domains,
+    job: Job,
+    records: RecordFile,
+    known: dict[tuple[Any, ...], Record],
+    grouped: bool,
+) -> Iterator[Record]:
+    """The records of a job that are not on file, in the order of the stream."""
+    stream = segments(job.scenario, list(data.images), data.labels.cpu(), job.batch_size, job.seed)
+    about = _about(network, data, job)
+    cells = [about | {"domain": s.domain, "n": len(s.images)} for s in stream]
+    missing = [cell not in records for cell in cells]
+    if not any(missing):
+        return
+    # Where batches do not matter, another batch size has had the same predictions already.
+    same = norm_named(job.norm).per_sample and job.method == "none"
+    run = None
+    last = max(index for index, is_missing in enumerate(missing) if is_missing)
+    for index, segment in enumerate(stream[: last + 1]):
+        key = (job.norm, job.scenario, job.seed, _digest(segment))
+        if not missing[index] and all(s.reset for s in stream[index + 1 :]):
+            continue  # it is on file, and nothing later depends on it
+        if same and key in known:
+            outcome = known[key]
+        else:
+            run = run or _Run(network, data, job, grouped)
+            outcome = known[key] = _score(run, data, segment)
+        if missing[index]:
+            yield cells[index] | outcome
+
+
+def _score(run: _Run, data: Domains, segment: Segment) -> Record:
+    started = _now(run.device)
+    predicted = run(segment)
+    wrong = int((predicted != data.labels[segment.images.to(run.device)]).sum())
+    return {
+        "wrong": wrong,
+        "seconds": round(_now(run.device) - started, 4),
+        "versions": {
+            "ttnorm": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "device": _device_name(run.device),
+    }
+
+
+def _about(network: Network, data: Domains, job: Job) -> Record:
+    """Everything that says which run a cell belongs to."""
+    norm, scenario = norm_named(job.norm), SCENARIOS[job.scenario]
+    config = {
+        "norm": dict(norm.options),
+        "subset": len(data.labels),
+        "order": scenario.order,
+        "reset": scenario.reset,
+    }
+    if scenario.reset == "never":  # then a cell depends on what was there before it, or with it
+        config["domains"] = list(data.images)
+    alpha = None
+    if norm.alpha_file is not None:
+        path = network.alpha_files[norm.alpha_file]
+        alpha = {"name": path.name, "fingerprint": artefact.short_checksum(path)}
+    return {
+        "dataset": data.dataset,
+        "severity": data.severity,
+        "scenario": job.scenario,
+        "norm": job.norm,
+        "method": job.method,
+        "batch_size": job.batch_size,
+        "seed": job.seed,
+        "model": {"name": network.name, "fingerprint": artefact.short_fingerprint(network.model)},
+        "alpha": alpha,
+        "config": config,
+    }
+
+
+def _check(job: Job, network: Network, data: Domains) -> None:
+    norm = norm_named(job.norm)
+    method_named(job.method)
+    segments(job.scenario, list(data.images), data.labels.cpu(), job.batch_size, job.seed)
+    if norm.alpha_file is not None and norm.alpha_file not in network.alpha_files:
+        raise ValueError(
+            f"{job.norm} needs an alpha file of {network.name} ({norm.alpha_file}): "
+            "post-train it, or leave that norm out."
+        )
+
+
+@torch.no_grad()
+def classes_of(model: nn.Module, size: int) -> int:
+    """How many classes a network tells apart, found by asking it."""
+    return model(torch.zeros(2, 3, size, size, device=device_of(model))).shape[1]
+
+
+def _digest(segment: Segment) -> int:
+    return hash((segment.domains.numpy().tobytes(), segment.images.numpy().tobytes()))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

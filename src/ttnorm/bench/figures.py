@@ -1,0 +1,112 @@
+"""Figures, as pure functions of records and alpha files; each returns a matplotlib Figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from .records import Record
+from .tables import by_batch_size, by_domain
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; TTN always has the same one
+_COLOURS = {
+    "Source (CBN)": "#7f7f7f",
+    "TBN": "#d55e00",
+    "α-BN": "#56b4e9",
+    "AdaptiveBN": "#0072b2",
+    "MixNorm": "#cc79a7",
+    "TTN": "#009e73",
+    "TTN (scaled)": "#e69f00",
+    "TTN (dynamic)": "#000000",
+}
+
+
+def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> Figure:
+    """Error against the size of the test batch, a line per norm (the paper's Fig. 1d)."""
+    records = [r for r in records if not r["norm"].startswith("constant-")]
+    table = by_batch_size(records, dataset=dataset, scenario=scenario)
+    sizes = [column.removeprefix("B = ") for column in table.columns[:-1]]
+    figure, axes = _figure(6.4, 4.2)
+    top = 0.0
+    for name, cells in table.rows:
+        errors = [float("nan") if c.ours is None else c.ours for c in cells[:-1]]
+        colour = _COLOURS.get(name)
+        style = {"linewidth": 2.6, "zorder": 5} if name == "TTN" else {"linewidth": 1.5}
+        axes.plot(sizes, errors, marker="o", markersize=4, label=name, color=colour, **style)
+        if name == "Source (CBN)":
+            top = max(errors)
+    # Batch statistics fall to chance at B = 1; the view stays where the others differ.
+    others = [c.ours for name, cells in table.rows if name != "TBN" for c in cells[:-1] if c.ours]
+    axes.set_ylim(min(others) * 0.9, max(1.6 * top, max(others)) * 1.05)
+    axes.set_xlabel("images in a test batch")
+    axes.set_ylabel("error in %")
+    axes.set_title(f"{dataset}, {scenario}", loc="left")
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    return figure
+
+
+def error_by_domain(
+    records: Iterable[Record],
+    *,
+    dataset: str,
+    scenario: str,
+    batch_size: int,
+    norms: Sequence[str] = ("source", "tbn", "ttn"),
+) -> Figure:
+    """Error under every corruption, a bar per norm."""
+    records = [r for r in records if r["norm"] in norms and r["method"] == "none"]
+    table = by_domain(records, dataset=dataset, scenario=scenario, batch_size=batch_size)
+    figure, axes = _figure(9.0, 3.8)
+    width = 0.8 / len(table.rows)
+    for index, (name, cells) in enumerate(table.rows):
+        offset = (index - (len(table.rows) - 1) / 2) * width
+        places = [place + offset for place in range(len(cells))]
+        heights = [cell.ours or 0.0 for cell in cells]
+        axes.bar(places, heights, width, label=name, color=_COLOURS.get(name))
+    axes.set_xticks(range(len(table.columns)), table.columns, rotation=40, ha="right", fontsize=8)
+    axes.set_ylabel("error in %")
+    axes.set_title(f"{dataset}, {scenario}, B = {batch_size}", loc="left")
+    axes.legend(frameon=False, fontsize=8, ncols=len(table.rows))
+    return figure
+
+
+def alpha_by_depth(alpha: Mapping[str, Tensor], title: str) -> Figure:
+    """Every channel's alpha over the depth of the network, and the layers' means (Fig. 4)."""
+    figure, axes = _figure(8.0, 3.6)
+    start, ends, centres, means = 0, [], [], []
+    for values in alpha.values():
+        places = range(start, start + len(values))
+        axes.plot(places, values.tolist(), ".", markersize=1.8, color="#56b4e9", alpha=0.7)
+        centres.append(start + len(values) / 2)
+        means.append(values.mean().item())
+        start += len(values)
+        ends.append(start)
+    axes.plot(centres, means, color="#d55e00", linewidth=2, label="mean of a layer")
+    for end in ends[:-1]:
+        axes.axvline(end, color="0.92", linewidth=0.6, zorder=0)
+    axes.set_xlim(0, start)
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_xlabel("channel, from the first layer to the last")
+    axes.set_ylabel("alpha: 0 source, 1 batch")
+    axes.set_title(title, loc="left")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure; the same figure gives the same bytes."""
+    with matplotlib.rc_context({"svg.hashsalt": Path(path).name}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _figure(width: float, height: float):  # type: ignore[no-untyped-def]
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes

@@ -1,0 +1,106 @@
+"""Records: one JSON line per cell, appended as soon as it is known.
+
+A process may be killed at any moment. What it had written is whole lines and, at most, one torn
+line at the end; that one is cut off when the file is opened again, and its cell is run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+# Two records that agree in all but these are the same cell.
+OUTCOME = frozenset({"wrong", "seconds", "versions", "device", "experiment"})
+
+
+class RecordFile:
+    """A JSONL file that knows which cells it holds.
+
+    Args:
+        path: created if it is not there.
+
+    Example:
+        >>> import tempfile
+        >>> file = RecordFile(tempfile.mkdtemp() + "/records.jsonl")
+        >>> file.append({"norm": "ttn", "n": 10, "wrong": 1})
+        >>> {"norm": "ttn", "n": 10} in file, {"norm": "tbn", "n": 10} in file
+        (True, False)
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        _cut_torn_line(self.path)
+        self._cells = {_cell(record) for record in read_records([self.path], missing_ok=True)}
+
+    def __contains__(self, record: Record) -> bool:
+        return _cell(record) in self._cells
+
+    def append(self, record: Record) -> None:
+        """Write one record, whole and for good; refuses a cell that is there already."""
+        if record in self:
+            raise ValueError(f"{self.path} already holds this cell: {record}.")
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with self.path.open("ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self._cells.add(_cell(record))
+
+
+def read_records(
+    paths: Iterable[str | os.PathLike[str]], *, missing_ok: bool = False
+) -> list[Record]:
+    """All records of some files, in their order; a folder stands for the JSONL files in it."""
+    records: list[Record] = []
+    for path in map(Path, paths):
+        files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+        for file in files:
+            if not file.is_file():
+                if missing_ok:
+                    continue
+                raise FileNotFoundError(f"There is no file {file}.")
+            records += [_parse(line, file, number) for number, line in _lines(file)]
+    return records
+
+
+def _lines(file: Path) -> Iterable[tuple[int, str]]:
+    try:
+        text = file.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no file of records: {error}") from None
+    return enumerate(text.splitlines(), start=1)
+
+
+def _parse(line: str, file: Path, number: int) -> Record:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}, line {number} is no record: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{file}, line {number} is a {type(record).__name__}, not a record.")
+    return record
+
+
+def _cell(record: Record) -> str:
+    identity = {key: value for key, value in record.items() if key not in OUTCOME}
+    return json.dumps(identity, sort_keys=True)
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole == len(content):
+        return
+    for number, line in enumerate(content[:whole].decode(errors="replace").splitlines(), start=1):
+        _parse(line, path, number)  # or it is somebody's file, and not ours to cut
+    if not content[whole:].startswith(b"{"):
+        raise ValueError(f"{path} is no file of records.")
+    with path.open("r+b") as file:
+        file.truncate(whole)

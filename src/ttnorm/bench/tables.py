@@ -1,0 +1,229 @@
+"""Tables of errors, as pure functions of records, for a terminal, Markdown, LaTeX and CSV.
+
+Each cell has our error beside the paper's. A cell is the mean over all domains of the table; where
+a run was not finished and domains are missing, the cell is empty rather than wrong.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..data.corruptions import CORRUPTIONS
+from . import paper
+from .records import Record
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+NAMES = {
+    "source": "Source (CBN)",
+    "tbn": "TBN",
+    "alpha-bn": "α-BN",
+    "adaptive-bn": "AdaptiveBN",
+    "mixnorm": "MixNorm",
+    "ttn": "TTN",
+    "ttn-scaled": "TTN (scaled)",
+    "ttn-dynamic": "TTN (dynamic)",
+}
+
+
+class Cell(NamedTuple):
+    """An error in percent, its deviation over seeds if there are several, and the paper's."""
+
+    ours: float | None
+    deviation: float | None = None
+    paper: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of errors: a name and a cell per column in every row."""
+
+    title: str
+    columns: list[str]
+    rows: list[tuple[str, list[Cell]]]
+    note: str
+
+
+def row_name(norm: str, method: str) -> str:
+    """What readers call a norm and method.
+
+    Example:
+        >>> row_name("ttn", "tent"), row_name("constant-0.3", "none")
+        ('TENT + TTN', 'α = 0.3')
+    """
+    name = NAMES.get(norm, norm.replace("constant-", "α = "))
+    if method == "none":
+        return name
+    return method.upper() if norm == "tbn" else f"{method.upper()} + {name}"
+
+
+def by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> Table:
+    """A row per norm and method, a column per batch size and one for their average."""
+    chosen = [r for r in records if r["dataset"] == dataset and r["scenario"] == scenario]
+    if not chosen:
+        raise ValueError(f"There are no records of {dataset} in the scenario {scenario}.")
+    sizes = sorted({r["batch_size"] for r in chosen}, reverse=True)
+    pairs = list(dict.fromkeys((r["norm"], r["method"]) for r in chosen))
+    domains = {r["domain"] for r in chosen}
+    rows = []
+    for norm, method in pairs:
+        cells = []
+        for size in sizes:
+            key = (norm, method, size)
+            here = [r for r in chosen if (r["norm"], r["method"], r["batch_size"]) == key]
+            theirs = paper.error(scenario, dataset, *key) if _as_in_the_paper(chosen) else None
+            cells.append(_cell(here, domains, theirs))
+        rows.append((row_name(norm, method), [*cells, _average(cells)]))
+    title = f"{dataset}, {scenario}: error in %"
+    columns = [*(f"B = {size}" for size in sizes), "average"]
+    return Table(title, columns, rows, _note(chosen))
+
+
+def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_size: int) -> Table:
+    """A row per norm and method, a column per domain and one for their average."""
+    chosen = [
+        r
+        for r in records
+        if (r["dataset"], r["scenario"], r["batch_size"]) == (dataset, scenario, batch_size)
+    ]
+    if not chosen:
+        raise ValueError(f"There are no records of {dataset}, {scenario} at B = {batch_size}.")
+    domains = list(dict.fromkeys(r["domain"] for r in chosen))
+    rows = []
+    for norm, method in dict.fromkeys((r["norm"], r["method"]) for r in chosen):
+        here = [r for r in chosen if (r["norm"], r["method"]) == (norm, method)]
+        cells = [_cell([r for r in here if r["domain"] == d], {d}, None) for d in domains]
+        rows.append((row_name(norm, method), [*cells, _average(cells)]))
+    title = f"{dataset}, {scenario}, B = {batch_size}: error in %"
+    columns = [d.replace("_", " ") for d in domains]
+    return Table(title, [*columns, "average"], rows, _note(chosen))
+
+
+def to_rich(table: Table) -> RichTable:
+    """For a terminal: our error, and the paper's in grey."""
+    from rich.table import Table as RichTable
+
+    out = RichTable("", *table.columns, title=table.title, caption=table.note)
+    for column in out.columns[1:]:
+        column.justify = "right"
+    best = _best(table)
+    for name, cells in table.rows:
+        texts = []
+        for index, cell in enumerate(cells):
+            text = _ours(cell)
+            text = f"[bold]{text}[/bold]" if cell.ours is not None and cell is best[index] else text
+            texts.append(text + ("" if cell.paper is None else f" [dim]{cell.paper:.2f}[/dim]"))
+        out.add_row(name, *texts)
+    return out
+
+
+def to_markdown(table: Table) -> str:
+    """For a document: our error, the best of a column in bold, the paper's in brackets."""
+    best = _best(table)
+    lines = [
+        "| | " + " | ".join(table.columns) + " |",
+        "|---" * (len(table.columns) + 1) + "|",
+    ]
+    for name, cells in table.rows:
+        texts = []
+        for index, cell in enumerate(cells):
+            text = f"**{_ours(cell)}**" if cell is best[index] else _ours(cell)
+            texts.append(text + ("" if cell.paper is None else f" ({cell.paper:.2f})"))
+        lines.append(f"| {name} | " + " | ".join(texts) + " |")
+    return "\n".join([*lines, "", table.note, ""])
+
+
+def to_latex(table: Table) -> str:
+    """For a paper: booktabs, our errors only, the best of a column in bold."""
+    best = _best(table)
+    lines = [
+        f"% {table.title}. {table.note}",
+        rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
+        r"\toprule",
+        " & ".join(["Method", *table.columns]) + r" \\",
+        r"\midrule",
+    ]
+    for name, cells in table.rows:
+        texts = [_ours(cell, r"$\pm$") for cell in cells]
+        for index, cell in enumerate(cells):
+            if cell is best[index]:
+                texts[index] = rf"\textbf{{{texts[index]}}}"
+        lines.append(" & ".join([name.replace("α", r"$\alpha$"), *texts]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def to_csv(table: Table) -> str:
+    """For a spreadsheet: every column thrice: ours, the deviation over seeds, the paper's."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    kinds = ("", " deviation", " paper")
+    writer.writerow(["row", *(column + kind for column in table.columns for kind in kinds)])
+    for name, cells in table.rows:
+        values = [value for cell in cells for value in cell]
+        writer.writerow([name, *("" if v is None else f"{v:.4f}" for v in values)])
+    return out.getvalue()
+
+
+def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) -> Cell:
+    by_seed: dict[int, dict[str, float]] = {}
+    for r in records:
+        by_seed.setdefault(r["seed"], {})[r["domain"]] = 100 * r["wrong"] / r["n"]
+    errors = [statistics.mean(e.values()) for e in by_seed.values() if e.keys() == domains]
+    if not errors:
+        return Cell(None, None, theirs)
+    deviation = statistics.stdev(errors) if len(errors) > 1 else None
+    return Cell(statistics.mean(errors), deviation, theirs)
+
+
+def _as_in_the_paper(records: Sequence[Record]) -> bool:
+    """Whether these are all the domains of the paper's tables, at its severity."""
+    domains = {r["domain"] for r in records}
+    if domains == {"mixed"}:
+        domains = {d for r in records for d in r["config"]["domains"]}
+    severities = {r["severity"] for r in records}
+    return (domains == set(CORRUPTIONS) and severities == {5}) or domains == {"clean"}
+
+
+def _average(cells: Sequence[Cell]) -> Cell:
+    """Over a row; the paper's is recomputed from its cells, where it has them all."""
+    ours = [cell.ours for cell in cells]
+    theirs = [cell.paper for cell in cells]
+    return Cell(
+        None if None in ours else statistics.mean(ours),  # type: ignore[type-var]
+        None,
+        None if None in theirs else statistics.mean(theirs),  # type: ignore[type-var]
+    )
+
+
+def _best(table: Table) -> list[Cell]:
+    """The lowest cell of every column."""
+    return [
+        min(
+            (cells[index] for _, cells in table.rows),
+            key=lambda cell: float("inf") if cell.ours is None else cell.ours,
+        )
+        for index in range(len(table.columns))
+    ]
+
+
+def _ours(cell: Cell, plus_minus: str = "±") -> str:
+    if cell.ours is None:
+        return "–"
+    if cell.deviation is None:
+        return f"{cell.ours:.2f}"
+    return f"{cell.ours:.2f} {plus_minus} {cell.deviation:.2f}"
+
+
+def _note(records: Sequence[Record]) -> str:
+    models = sorted({r["model"]["name"] for r in records})
+    images = sorted({r["config"]["subset"] for r in records})
+    seeds = len({r["seed"] for r in records})
+    count = " or ".join(f"{n:,}" for n in images)
+    runs = f", {seeds} seeds" if seeds > 1 else ""
+    return f"{', '.join(models)}; {count} images a domain{runs}."

@@ -1,0 +1,102 @@
+"""From what a user typed to what the library takes: devices, networks, numbers, files to write."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .batches import Loader
+
+
+def device(wanted: str | None, local_rank: int = 0) -> str:
+    """The device asked for, if it can be had; without a wish a GPU, if there is one."""
+    if wanted is None:
+        return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(wanted).type
+    except RuntimeError:
+        raise ValueError(f"--device is {wanted!r}, expected cpu, cuda, cuda:1, mps, ...") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device is {wanted!r}, and torch sees no GPU here.")
+    return wanted
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
+
+
+def check_writable(path: Path | None) -> None:
+    """Before hours of work, not after."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path} cannot be written: {folder} has to be a folder you may write to.")
+
+
+def network(spec: str) -> nn.Module:
+    """A shipped network by name, one from a checkpoint file, or what MODULE:FUNCTION returns."""
+    from .models import zoo
+
+    if spec in zoo.NETWORKS:
+        return zoo.load(spec)
+    if Path(spec).is_file():
+        return zoo.load_checkpoint(spec)[0]
+    if ":" not in spec:
+        raise ValueError(
+            f"{spec!r} is no network: expected {', '.join(zoo.NETWORKS)}, a checkpoint file that "
+            "is there, or MODULE:FUNCTION."
+        )
+    model = resolve(spec)()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{spec} returned a {type(model).__name__}, expected a torch.nn.Module.")
+    return model
+
+
+def loader(spec: str, device: str) -> Loader:
+    """What MODULE:FUNCTION returns, or batches of 200 from a folder with CIFAR."""
+    if not Path(spec).is_dir():
+        return resolve(spec)()
+    from .data.cifar import load_cifar
+    from .data.loader import DeviceLoader
+
+    train = load_cifar(spec, "train")
+    return DeviceLoader(
+        train.images.to(device), train.labels.to(device), min(200, len(train.labels))
+    )
+
+
+def resolve(spec: str) -> Callable[..., Any]:
+    """The function that MODULE:FUNCTION names; modules of the working directory count."""
+    module, _, function = spec.partition(":")
+    if not function:
+        raise ValueError(f"{spec!r} names no function, expected MODULE:FUNCTION.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there and lacks something itself
+        raise ValueError(f"There is no module {error.name!r} to import {spec!r} from.") from None
+    if not callable(found):
+        raise ValueError(f"{module} has no function {function!r}.")
+    return found
+
+
+def floats(text: str) -> list[float] | None:
+    return [number("--mean or --std", part) for part in text.split(",")] if text else None
+
+
+def number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}, which is no number.") from None

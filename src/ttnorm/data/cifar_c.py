@@ -1,0 +1,223 @@
+"""CIFAR-10-C and CIFAR-100-C: reading the official files, and making such files.
+
+A folder holds `<corruption>.npy`, uint8 (5 N, 32, 32, 3), and `labels.npy`, (5 N,), with severity s
+in rows (s - 1) N to s N; officially N = 10,000. Files made here have the same layout. Severities
+that were not asked for are zeros (and take no room on most disks); reading them is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..progress import Progress
+from .cifar import Images, checked_images
+from .corruptions import CORRUPTIONS, Array, check_textures, corrupt
+
+SEVERITIES = (1, 2, 3, 4, 5)
+IMAGES_AT_ONCE = 250  # small enough for a progress bar that moves
+
+
+def load_corrupted(folder: str | Path, corruption: str, severity: int) -> Images:
+    """One corruption at one severity.
+
+    Args:
+        folder: see the head of this file.
+        corruption: "gaussian_noise", ...
+        severity: 1 to 5.
+    """
+    folder = Path(folder)
+    _check_severity(severity)
+    labels = _npy(folder / "labels.npy")
+    if labels.ndim != 1 or len(labels) == 0 or len(labels) % 5:
+        raise ValueError(f"{folder / 'labels.npy'} has shape {labels.shape}, expected (5 N,).")
+    path = folder / f"{corruption}.npy"
+    images = _npy(path)
+    if images.shape != (len(labels), 32, 32, 3):
+        expected = (len(labels), 32, 32, 3)
+        raise ValueError(f"{path} has shape {images.shape}, expected {expected}.")
+    rows = _rows(len(labels) // 5, severity)
+    if not images[rows][::97].any():
+        raise ValueError(f"{path} holds no images of severity {severity}. Run ttnorm corrupt.")
+    return checked_images(np.ascontiguousarray(images[rows]), labels[rows].tolist(), folder)
+
+
+def make_corrupted(
+    clean: Images,
+    folder: str | Path,
+    *,
+    corruptions: Sequence[str] = CORRUPTIONS,
+    severities: Sequence[int] = SEVERITIES,
+    seed: int = 0,
+    textures: str | Path | None = None,
+    workers: int | None = None,
+) -> None:
+    """Write CIFAR-C files of the images, on all cores; what is there already is not made again.
+
+    A file appears under its name when it is complete, so a run that was killed goes on with the
+    corruption it was at.
+
+    Args:
+        clean: the test set.
+        folder: created if it is not there. One with other people's files is refused.
+        corruptions, severities: which ones.
+        seed: see `corruptions.corrupt`.
+        textures: the folder of the frost pictures.
+        workers: processes; as many as cores by default.
+    """
+    for severity in severities:
+        _check_severity(severity)
+    for corruption in corruptions:
+        if corruption not in CORRUPTIONS:
+            raise ValueError(f"There is no corruption {corruption!r}; there are {CORRUPTIONS}.")
+    if "frost" in corruptions:
+        check_textures(textures)
+    if not len(clean.labels):
+        raise ValueError("There are no images to corrupt.")
+    folder = Path(folder)
+    images = np.ascontiguousarray(clean.images.numpy().transpose(0, 2, 3, 1))
+    _claim(folder, images, clean.labels.numpy(), seed)
+    _remove_partial(folder)
+    todo = {c: _missing(folder / f"{c}.npy", len(images), severities) for c in corruptions}
+    chunks = -(-len(images) // IMAGES_AT_ONCE)
+    progress = Progress("corrupt", chunks * sum(map(len, todo.values())))
+    with _workers(images, workers) as pool:
+        for corruption, missing in todo.items():
+            if missing:
+                _make(pool, folder / f"{corruption}.npy", images, missing, seed, textures, progress)
+    progress.close()
+
+
+def _make(
+    pool: ProcessPoolExecutor,
+    path: Path,
+    images: Array,
+    severities: Sequence[int],
+    seed: int,
+    textures: str | Path | None,
+    progress: Progress,
+) -> None:
+    """Fill in the severities a corruption lacks, in a copy that then takes the file's place."""
+    count = len(images)
+    partial = path.with_suffix(".npy.partial")
+    out = np.lib.format.open_memmap(partial, "w+", np.uint8, (5 * count, 32, 32, 3))
+    if path.is_file():
+        out[:] = _npy(path)
+    jobs = {
+        pool.submit(_corrupt_chunk, path.stem, severity, seed, first, textures): (severity, first)
+        for severity in severities
+        for first in range(0, count, IMAGES_AT_ONCE)
+    }
+    for job in as_completed(jobs):
+        severity, first = jobs[job]
+        start = (severity - 1) * count + first
+        done = job.result()
+        out[start : start + len(done)] = done
+        progress.step(f"{path.stem} {severity}")
+    out.flush()
+    os.replace(partial, path)
+
+
+_clean: Array  # in a worker process: the images
+
+
+def _start_worker(images: Array) -> None:
+    import cv2
+
+    global _clean
+    _clean = images
+    cv2.setNumThreads(1)  # the processes are the parallelism
+
+
+def _corrupt_chunk(
+    corruption: str, severity: int, seed: int, first: int, textures: str | Path | None
+) -> Array:
+    chunk = _clean[first : first + IMAGES_AT_ONCE]
+    return corrupt(chunk, corruption, severity, seed=seed, first=first, textures=textures)
+
+
+@contextlib.contextmanager
+def _workers(images: Array, workers: int | None) -> Iterator[ProcessPoolExecutor]:
+    variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(dict.fromkeys(variables, "1"))  # what workers inherit
+    try:
+        with ProcessPoolExecutor(
+            workers or os.cpu_count(),
+            # forking a process with threads, as torch has, may hang
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(images,),
+        ) as pool:
+            try:
+                yield pool
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _claim(folder: Path, images: Array, labels: Array, seed: int) -> None:
+    """Make the folder ours, or find that it is, with the same images and seed."""
+    about = {
+        "images": hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest(),
+        "seed": seed,
+    }
+    note = folder / "corruptions.json"
+    if note.is_file():
+        there = json.loads(note.read_text())
+        if there != about:
+            raise ValueError(
+                f"{folder} holds corruptions of other images or another seed ({there['seed']}, "
+                f"not {seed}). Choose another folder."
+            )
+    elif folder.is_dir() and any(folder.glob("*.npy")):
+        raise ValueError(
+            f"{folder} holds npy files that ttnorm did not make, and would not be written over. "
+            "Choose another folder."
+        )
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "labels.npy", np.tile(labels, 5))
+        note.write_text(json.dumps(about) + "\n")
+
+
+def _remove_partial(folder: Path) -> None:
+    for path in folder.glob("*.npy.partial"):
+        path.unlink()
+
+
+def _missing(path: Path, count: int, severities: Sequence[int]) -> list[int]:
+    if not path.is_file():
+        return list(severities)
+    there = _npy(path)
+    return [s for s in severities if not there[_rows(count, s)][::97].any()]
+
+
+def _rows(count: int, severity: int) -> slice:
+    return slice((severity - 1) * count, severity * count)
+
+
+def _check_severity(severity: Any) -> None:
+    if severity not in SEVERITIES:
+        raise ValueError(f"severity is {severity}, expected 1 to 5.")
+
+
+def _npy(path: Path) -> Array:
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
+    try:
+        return np.load(path, mmap_mode="r")
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is truncated or no npy file: {error}") from error

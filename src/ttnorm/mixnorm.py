@@ -1,0 +1,81 @@
+"""MixNorm (Hu et al., 2021): a sample's own moments, blended with those of the stream so far.
+
+At every layer, for every sample t of the stream:
+
+local_t  = moments of the sample and its mirror image together
+global_t = (1 - rate) * global_{t-1} + rate * local_t,  with the source's moments as global_0
+y_t      = normalise(x_t, scale * local_t + (1 - scale) * global_t)
+
+A sample is treated the same whatever batch it comes in. The paper draws a random crop and flip for
+the second view; here it is the mirror image, so that nothing is random.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .functional import batch_moments, mix_moments, normalise
+from .layers import TTNormBase
+from .surgery import convert_, ttn_layers
+
+
+class MixNorm(nn.Module):
+    """A network under MixNorm; it remembers the stream until `reset`.
+
+    Args:
+        model: a network with BatchNorm layers that takes (N, C, H, W); changed in place.
+        scale: weight of the sample's own moments.
+        rate: of the exponential average.
+    """
+
+    def __init__(self, model: nn.Module, *, scale: float = 0.05, rate: float = 0.001) -> None:
+        super().__init__()
+        self.model = convert_(model, alpha=scale, cross_term=False)
+        self.streams = [_Stream(layer, rate) for layer in ttn_layers(model).values()]
+        for stream in self.streams:
+            stream.layer.standardise = stream.standardise  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(torch.cat([x, x.flip(-1)]))[: len(x)]
+
+    def reset(self) -> None:
+        """Forget the stream."""
+        for stream in self.streams:
+            stream.reset()
+
+
+class _Stream:
+    """What one layer has seen."""
+
+    def __init__(self, layer: TTNormBase, rate: float) -> None:
+        self.layer, self.rate = layer, rate
+        self.reset()
+
+    def reset(self) -> None:
+        self.mean, self.var = self.layer.running_mean, self.layer.running_var
+
+    def standardise(self, x: Tensor) -> Tensor:
+        """x holds the samples, then their mirror images in the same order."""
+        (mean, mirror_mean), (var, mirror_var) = (m.chunk(2) for m in batch_moments(x, 1))
+        local_mean = (mean + mirror_mean) / 2
+        local_var = (var + mirror_var) / 2 + ((mean - mirror_mean) / 2).square()
+        means = running_average(local_mean, self.mean, self.rate)
+        vars_ = running_average(local_var, self.var, self.rate)
+        self.mean, self.var = means[-1], vars_[-1]
+        layer = self.layer
+        mixed = mix_moments(layer.alpha, means, vars_, local_mean, local_var, cross_term=False)
+        both_mean, both_var = (torch.cat([m, m]) for m in mixed)
+        return normalise(x, both_mean, both_var, layer.weight, layer.bias, layer.eps, 1)
+
+
+def running_average(values: Tensor, start: Tensor, rate: float) -> Tensor:
+    """Row t is (1 - rate) * row t-1 + rate * values[t], all rows at once; row -1 is `start`.
+
+    Example:
+        >>> running_average(torch.ones(3, 1), torch.zeros(1), 0.5).flatten()
+        tensor([0.5000, 0.7500, 0.8750])
+    """
+    steps = torch.arange(len(values), device=values.device, dtype=values.dtype)
+    weights = rate * (1 - rate) ** (steps[:, None] - steps).clamp(min=0)
+    return weights.tril() @ values + (1 - rate) ** (steps[:, None] + 1) * start

@@ -1,0 +1,144 @@
+"""Every normalisation the paper compares, by name: where alpha comes from, and nothing else.
+
+A norm is a function `(network, batch_size, alpha_file, **options) -> network`. It changes the
+network it is given, so give it one of its own. `apply_norm_` is the way in:
+
+>>> from ttnorm.models import zoo
+>>> model = apply_norm_(zoo.load("wrn40_2-cifar10"), "adaptive-bn", batch_size=16)
+>>> round(model.bn1.alpha[0].item(), 3)
+0.2
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from . import artefact
+from .mixnorm import MixNorm
+from .surgery import alphas, convert_
+
+AlphaPath = str | os.PathLike[str]
+
+# Schneider et al. (2020): how many samples the source counts for, by size of the test batch
+ADAPTIVE_N = MappingProxyType({200: 256, 64: 128, 16: 64, 4: 32, 2: 32, 1: 16})
+
+
+def constant(
+    model: nn.Module,
+    batch_size: int,
+    alpha_file: AlphaPath | None,
+    *,
+    alpha: float,
+    cross_term: bool = True,
+) -> nn.Module:
+    """The same alpha for every channel: 0 is the source's statistics, 1 is the batch's."""
+    return convert_(model, alpha, cross_term=cross_term)
+
+
+def adaptive_bn(
+    model: nn.Module, batch_size: int, alpha_file: AlphaPath | None, *, cross_term: bool = False
+) -> nn.Module:
+    """alpha = B / (B + N): the source counts for N samples.
+
+    N is the one published for the batch size B, or for the nearest size that has one.
+    """
+    nearest = min(ADAPTIVE_N, key=lambda size: abs(math.log(size / batch_size)))
+    alpha = batch_size / (batch_size + ADAPTIVE_N[nearest])
+    return convert_(model, alpha, cross_term=cross_term)
+
+
+def mixnorm(
+    model: nn.Module,
+    batch_size: int,
+    alpha_file: AlphaPath | None,
+    *,
+    scale: float,
+    rate: float,
+) -> nn.Module:
+    """Each sample's own moments blended with an exponential average over the stream.
+
+    moments = scale * local + (1 - scale) * global,  global <- (1 - rate) * global + rate * local
+    """
+    return MixNorm(model, scale=scale, rate=rate)
+
+
+def ttn(
+    model: nn.Module, batch_size: int, alpha_file: AlphaPath | None, *, scale: float = 1.0
+) -> nn.Module:
+    """scale * alpha, with the alpha that post-training learned for every channel (Eq. 2)."""
+    if alpha_file is None:
+        raise ValueError("This norm needs an alpha file: ttnorm.post_train_ and ttnorm.save.")
+    artefact.load_(model, alpha_file)
+    for alpha in alphas(model).values():
+        alpha.mul_(scale)
+    return model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A normalisation with its options fixed.
+
+    Args:
+        function: see the head of this file.
+        options: its keyword arguments; they go into every record.
+        alpha_file: the kind of alpha file it needs: "ttn", "dynamic" or none.
+        per_sample: whether an image's prediction is the same at every batch size.
+    """
+
+    function: Callable[..., nn.Module]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    alpha_file: str | None = None
+    per_sample: bool = False
+
+
+NORMS: dict[str, Norm] = {
+    "source": Norm(function=constant, options={"alpha": 0.0}, per_sample=True),
+    "tbn": Norm(function=constant, options={"alpha": 1.0}),
+    # as published, without the cross term
+    "alpha-bn": Norm(function=constant, options={"alpha": 0.1, "cross_term": False}),
+    "adaptive-bn": Norm(function=adaptive_bn, options={"cross_term": False}),
+    "mixnorm": Norm(function=mixnorm, options={"scale": 0.05, "rate": 0.001}, per_sample=True),
+    "ttn": Norm(function=ttn, alpha_file="ttn"),
+    "ttn-scaled": Norm(function=ttn, options={"scale": 0.4}, alpha_file="ttn"),
+    "ttn-dynamic": Norm(function=ttn, alpha_file="dynamic"),
+}
+
+
+def norm_named(name: str) -> Norm:
+    """The norm of that name; `constant-0.3` is Eq. 2 with alpha = 0.3 everywhere."""
+    prefix, _, value = name.partition("constant-")
+    if not prefix and value:
+        try:
+            alpha = float(value)
+        except ValueError:
+            raise ValueError(f"{name!r} names no number, expected constant-0.3.") from None
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"{name!r} has alpha {alpha}, expected a number in [0, 1].")
+        return Norm(function=constant, options={"alpha": alpha})
+    if name not in NORMS:
+        raise ValueError(
+            f"There is no norm {name!r}; there are {', '.join(NORMS)} and constant-NUMBER."
+        )
+    return NORMS[name]
+
+
+def apply_norm_(
+    model: nn.Module, name: str, *, batch_size: int, alpha_file: AlphaPath | None = None
+) -> nn.Module:
+    """Give the network the norm of that name; returns what to call, mostly the network itself.
+
+    Args:
+        model: a network with BatchNorm layers; it is changed in place.
+        name: one of NORMS, or constant-NUMBER.
+        batch_size: of the test batches, for norms whose alpha depends on it.
+        alpha_file: of the norms that were fitted.
+    """
+    norm = norm_named(name)
+    return norm.function(model, batch_size, alpha_file, **norm.options)
