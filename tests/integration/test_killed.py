@@ -1,4 +1,4 @@
-"""Post-training that is killed, without warning and at any moment, ends where it would have."""
+"""What is killed, without warning and at any moment, ends where it would have."""
 
 import random
 import signal
@@ -7,10 +7,12 @@ import sys
 import textwrap
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from ttnorm import artefact
+from ttnorm.bench.records import read_records
 
 PROGRAM = """
     import torch
@@ -30,8 +32,9 @@ PROGRAM = """
         data = TensorDataset(torch.rand(200, 3, 32, 32), torch.randint(4, (200,)))
         return DataLoader(data, batch_size=20, shuffle=True)
 """
-ARGUMENTS = ["post-train", "mine:network", "mine:loader"]
+POST_TRAIN = ["post-train", "mine:network", "mine:loader"]
 OPTIONS = ["--epochs", "12", "--lr", "0.02", "--device", "cpu"]
+DOMAINS = ("fog", "snow", "contrast", "pixelate")
 
 
 @pytest.fixture
@@ -40,20 +43,20 @@ def project(tmp_path):
     return tmp_path
 
 
-def start(project, output, *options):
-    command = [sys.executable, "-m", "ttnorm", *ARGUMENTS, output, *OPTIONS, *options]
+def start(project, *arguments):
+    command = [sys.executable, "-m", "ttnorm", *map(str, arguments)]
     return subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL)
 
 
-def test_killed_and_started_again_it_gives_the_same_alpha(project):
-    assert start(project, "whole.safetensors").wait(timeout=120) == 0
-    checkpoint, kills, chance = project / "run.safetensors", 0, random.Random(0)
+def finish_in_spite_of_kills(begin, watched, wanted=3):
+    """Start again and again; kill while the watched file grows, until that happened so often."""
+    kills, chance = 0, random.Random(0)
     for _ in range(20):
-        process = start(project, "killed.safetensors", "--checkpoint", checkpoint)
-        if kills < 3:
-            before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        process = begin()
+        if kills < wanted:
+            before = watched.stat().st_mtime_ns if watched.exists() else 0
             while process.poll() is None:  # wait until it has got a little further ...
-                if checkpoint.exists() and checkpoint.stat().st_mtime_ns > before:
+                if watched.exists() and watched.stat().st_mtime_ns > before:
                     break
                 time.sleep(0.001)
             time.sleep(chance.uniform(0, 0.05))  # ... and hit it wherever it is
@@ -61,8 +64,34 @@ def test_killed_and_started_again_it_gives_the_same_alpha(project):
             kills += process.wait(timeout=60) == -signal.SIGKILL
         elif process.wait(timeout=120) == 0:
             break
-    assert kills == 3
+    assert kills == wanted
+
+
+def test_killed_and_started_again_post_training_gives_the_same_alpha(project):
+    assert start(project, *POST_TRAIN, "whole.safetensors", *OPTIONS).wait(timeout=120) == 0
+    checkpoint = project / "run.safetensors"
+    arguments = [*POST_TRAIN, "killed.safetensors", *OPTIONS, "--checkpoint", checkpoint]
+    finish_in_spite_of_kills(lambda: start(project, *arguments), checkpoint)
     whole, killed = (
         artefact.read(project / f"{name}.safetensors").alpha["1"] for name in ("whole", "killed")
     )
     assert torch.equal(whole, killed)
+
+
+def test_killed_and_started_again_evaluation_loses_and_doubles_nothing(project):
+    rng = np.random.default_rng(0)
+    for name in DOMAINS:
+        np.save(project / f"{name}.npy", rng.integers(0, 256, (1000, 32, 32, 3), dtype=np.uint8))
+    np.save(project / "labels.npy", np.arange(1000) % 4)
+    options = [f"--corruption={name}" for name in DOMAINS]
+    options += ["--norm=tbn", "--norm=alpha-bn", "--norm=mixnorm", "--scenario=continual"]
+    options += ["--network=mine:network", "--data=.", "--device=cpu"]
+    assert start(project, "evaluate", "whole.jsonl", *options).wait(timeout=120) == 0
+    finish_in_spite_of_kills(
+        lambda: start(project, "evaluate", "killed.jsonl", *options), project / "killed.jsonl"
+    )
+    whole, killed = (read_records([project / f"{name}.jsonl"]) for name in ("whole", "killed"))
+    for record in whole + killed:
+        del record["seconds"]
+    assert len(whole) == 3 * 6 * 4
+    assert killed == whole

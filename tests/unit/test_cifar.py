@@ -140,11 +140,13 @@ class TestErrors:
             load_cifar(tmp_path, "test")
 
     def test_corrupted_file_of_another_shape(self, tmp_path):
+        np.save(tmp_path / "labels.npy", np.zeros(50, int))
         np.save(tmp_path / "fog.npy", np.zeros((10, 32, 32, 3), np.uint8))
         with pytest.raises(ValueError, match=r"fog.npy has shape \(10, 32, 32, 3\), expected"):
             load_corrupted(tmp_path, "fog", 5)
 
     def test_truncated_npy(self, tmp_path):
+        np.save(tmp_path / "labels.npy", np.zeros(50_000, int))
         np.save(tmp_path / "fog.npy", np.zeros((50_000, 4), np.uint8))
         content = (tmp_path / "fog.npy").read_bytes()
         (tmp_path / "fog.npy").write_bytes(content[:1000])

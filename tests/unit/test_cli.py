@@ -128,7 +128,7 @@ def test_export_says_when_the_network_does_not_take_the_shape(alpha_file):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("post-train mine mine:loader x", "'mine' names no function, expected MODULE:FUNCTION"),
+        ("post-train mine mine:loader x", "'mine' is no network: expected wrn40_2-cifar10"),
         ("post-train mine:nothing mine:loader x", "mine has no function 'nothing'"),
         ("post-train absent:network mine:loader x", "There is no module 'absent' to import"),
         ("post-train mine:network mine:loader no/x", "no/x cannot be written"),
@@ -164,5 +164,6 @@ def test_mistakes_in_the_user_s_code_keep_their_traceback(project):
 
 def test_help_names_every_command():
     result = run("--help")
-    for command in ("post-train", "info", "export", "demo"):
+    commands = ("train-source", "post-train", "info", "export", "corrupt", "evaluate", "report")
+    for command in (*commands, "demo"):
         assert command in result.output

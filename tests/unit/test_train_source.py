@@ -1,5 +1,6 @@
 """Source networks: AugMix as PIL does it, training that learns, checkpoints that come back."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from PIL import Image, ImageOps
 from typer.testing import CliRunner
 
 import ttnorm
-from ttnorm import cli
+from ttnorm import artefact, cli
 from ttnorm.artefact import fingerprint
 from ttnorm.data.cifar import Images, load_cifar
 from ttnorm.models import augmix, zoo
@@ -148,11 +149,23 @@ def test_training_learns_and_the_seed_decides(data):
     assert not model.training
 
 
+@pytest.mark.parametrize(("name", "limit"), [("wrn40_2-cifar10", 5.2), ("wrn40_2-cifar100", 24.5)])
+def test_shipped_networks_come_with_their_recipe_and_alpha_files(name, limit):
+    model, metadata = zoo.load_checkpoint(zoo.ASSETS / f"{name}.safetensors")
+    assert metadata["history"][-1]["test_error"] <= limit
+    assert metadata["config"] == dataclasses.asdict(TrainConfig())
+    assert metadata["fingerprint"] == fingerprint(model)
+    files = zoo.alpha_files(name)
+    for kind, batch in (("ttn", None), ("dynamic", [4, 200])):
+        ttnorm.load_(model, files[kind])  # refuses a file of another network
+        config = artefact.read(files[kind]).metadata["config"]
+        paper = dataclasses.asdict(ttnorm.PostTrainConfig()) | {"dynamic_batch": batch}
+        assert paper.items() <= config.items()
+
+
 def test_the_shipped_network_is_what_its_log_says():
     """On the thousand embedded test images, within what a thousand can tell."""
     model, metadata = zoo.load_checkpoint(zoo.ASSETS / "wrn40_2-cifar10.safetensors")
-    assert metadata["history"][-1]["test_error"] <= 5.2
-    assert metadata["fingerprint"] == fingerprint(model)
     test = load_cifar(Path(ttnorm.__file__).parent / "demo/assets/cifar10", "test")
     assert abs(error(model, test) - metadata["history"][-1]["test_error"]) < 1.5
 

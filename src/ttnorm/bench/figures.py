@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -35,17 +37,20 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
     for name, cells in table.rows:
         errors = [float("nan") if c.ours is None else c.ours for c in cells[:-1]]
         colour = _COLOURS.get(name)
-        style = {"linewidth": 2.6, "zorder": 5} if name == "TTN" else {"linewidth": 1.5}
-        axes.plot(sizes, errors, marker="o", markersize=4, label=name, color=colour, **style)
+        width, order = (2.6, 5) if name == "TTN" else (1.5, 3)
+        (line,) = axes.plot(sizes, errors, "o-", markersize=4, label=name, color=colour)
+        line.set(linewidth=width, zorder=order)
         if name == "Source (CBN)":
             top = max(errors)
     # Batch statistics fall to chance at B = 1; the view stays where the others differ.
     others = [c.ours for name, cells in table.rows if name != "TBN" for c in cells[:-1] if c.ours]
-    axes.set_ylim(min(others) * 0.9, max(1.6 * top, max(others)) * 1.05)
+    ceiling = max(1.6 * top, max(others)) * 1.05
+    axes.set_ylim(min(others) * 0.9, ceiling)
+    _mark_what_is_above(axes, ceiling)
     axes.set_xlabel("images in a test batch")
     axes.set_ylabel("error in %")
     axes.set_title(f"{dataset}, {scenario}", loc="left")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
     return figure
 
 
@@ -97,13 +102,29 @@ def alpha_by_depth(alpha: Mapping[str, Tensor], title: str) -> Figure:
     return figure
 
 
+def _mark_what_is_above(axes: Axes, ceiling: float) -> None:
+    """Say how far lines go that leave the picture at the top."""
+    for line in list(axes.lines):
+        errors = np.asarray(line.get_ydata(), dtype=float)
+        if errors[-1] > ceiling:
+            axes.annotate(
+                f"{line.get_label()}: {errors[-1]:.0f} % ↑",
+                (len(errors) - 1, 0.98),
+                xycoords=("data", "axes fraction"),
+                ha="right",
+                va="top",
+                color=line.get_color(),
+                fontsize=8,
+            )
+
+
 def save(figure: Figure, path: str | Path) -> None:
     """Write a figure; the same figure gives the same bytes."""
     with matplotlib.rc_context({"svg.hashsalt": Path(path).name}):
         figure.savefig(path, metadata={"Date": None})
 
 
-def _figure(width: float, height: float):  # type: ignore[no-untyped-def]
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)

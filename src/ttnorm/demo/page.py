@@ -100,7 +100,7 @@ BatchNorm layers use: the <b>source</b>'s, the test batch's (<b>TBN</b>), or a m
 learned for every channel (<b>TTN</b>), here with the few steps of post-training you have just
 watched.</p>
 <h2>What it sees, and what it says</h2>
-<p>Below each picture the network's answers in batches of 200,
+<p>Pictures on which the three disagree, and below each the network's answers in batches of 200:
 <span class="good">right</span> or <span class="bad">wrong</span>.</p>
 {strips}
 <h2>Error in %</h2>

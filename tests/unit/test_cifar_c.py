@@ -1,0 +1,99 @@
+"""CIFAR-C files: the layout, the same bytes from any number of processes, and going on."""
+
+import numpy as np
+import pytest
+import torch
+
+from ttnorm.data import cifar_c
+from ttnorm.data.cifar import Images
+from ttnorm.data.cifar_c import load_corrupted, make_corrupted
+from ttnorm.data.corruptions import corrupt
+
+KINDS = ("gaussian_noise", "brightness")
+
+
+@pytest.fixture(scope="module")
+def clean():
+    g = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (30, 3, 32, 32), generator=g, dtype=torch.uint8)
+    return Images(images, torch.arange(30) % 10)
+
+
+def make(clean, folder, **options):
+    make_corrupted(clean, folder, **{"corruptions": KINDS, "workers": 1, **options})
+
+
+def test_the_layout_is_the_official_one(tmp_path, clean):
+    make(clean, tmp_path)
+    images, labels = np.load(tmp_path / "brightness.npy"), np.load(tmp_path / "labels.npy")
+    assert (images.shape, images.dtype) == ((150, 32, 32, 3), np.uint8)
+    assert np.array_equal(labels, np.tile(np.arange(30) % 10, 5))
+    x = clean.images.permute(0, 2, 3, 1).numpy()
+    for severity in range(1, 6):
+        rows = slice((severity - 1) * 30, severity * 30)
+        assert np.array_equal(images[rows], corrupt(x, "brightness", severity))
+    loaded = load_corrupted(tmp_path, "brightness", 4)
+    assert np.array_equal(loaded.images.permute(0, 2, 3, 1), images[90:120])
+
+
+def test_two_processes_write_the_same_bytes(tmp_path, clean):
+    many = Images(clean.images.repeat(20, 1, 1, 1), clean.labels.repeat(20))
+    options = {"severities": [5], "corruptions": ["gaussian_noise"]}
+    for workers in (1, 2):
+        make(many, tmp_path / str(workers), workers=workers, **options)
+    first, second = ((tmp_path / w / "gaussian_noise.npy").read_bytes() for w in "12")
+    assert first == second
+
+
+def test_severities_can_be_added_and_only_they_are_made(tmp_path, clean, monkeypatch):
+    make(clean, tmp_path, severities=[5])
+    with pytest.raises(ValueError, match=r"no images of severity 3\. Run ttnorm corrupt"):
+        load_corrupted(tmp_path, "brightness", 3)
+    before = load_corrupted(tmp_path, "brightness", 5).images
+    make(clean, tmp_path, severities=[3, 5])
+    assert torch.equal(load_corrupted(tmp_path, "brightness", 5).images, before)
+    assert load_corrupted(tmp_path, "brightness", 3).images.any()
+    monkeypatch.setattr(cifar_c, "_make", lambda *_: pytest.fail("it was made again"))
+    make(clean, tmp_path, severities=[3, 5])
+
+
+def test_a_file_that_was_not_finished_is_made_again(tmp_path, clean):
+    make(clean, tmp_path, severities=[5])
+    whole = (tmp_path / "brightness.npy").read_bytes()
+    (tmp_path / "brightness.npy").rename(tmp_path / "brightness.npy.partial")
+    make(clean, tmp_path, severities=[5])
+    assert (tmp_path / "brightness.npy").read_bytes() == whole
+    assert not list(tmp_path.glob("*.partial"))
+
+
+class TestErrors:
+    def test_other_people_s_files_are_not_written_over(self, tmp_path, clean):
+        np.save(tmp_path / "fog.npy", np.zeros(3))
+        with pytest.raises(ValueError, match="npy files that ttnorm did not make"):
+            make(clean, tmp_path)
+        assert [p.name for p in tmp_path.iterdir()] == ["fog.npy"]
+
+    def test_other_images_or_another_seed(self, tmp_path, clean):
+        make(clean, tmp_path, severities=[5])
+        with pytest.raises(ValueError, match="other images or another seed"):
+            make(clean, tmp_path, seed=1)
+        with pytest.raises(ValueError, match="other images or another seed"):
+            make(Images(clean.images.flip(0), clean.labels), tmp_path)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"severities": [6]}, "severity is 6, expected 1 to 5"),
+            ({"corruptions": ["mist"]}, "no corruption 'mist'"),
+            ({"corruptions": ["frost"]}, "frost needs its textures"),
+        ],
+    )
+    def test_nothing_is_written_when_something_is_wrong(self, tmp_path, clean, options, message):
+        with pytest.raises(ValueError, match=message):
+            make(clean, tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+
+    def test_labels_of_another_length(self, tmp_path):
+        np.save(tmp_path / "labels.npy", np.zeros(13, int))
+        with pytest.raises(ValueError, match=r"labels.npy has shape \(13,\), expected \(5 N,\)"):
+            load_corrupted(tmp_path, "fog", 5)

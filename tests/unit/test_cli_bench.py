@@ -1,0 +1,161 @@
+"""corrupt, evaluate and report on the command line, and what they say to bad input."""
+
+import json
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ttnorm import cli
+from ttnorm.bench.records import read_records
+
+USER_CODE = """
+    import small_network
+
+    def network():
+        return small_network.network()
+
+    def of_three_classes():
+        return small_network.network(classes=3)
+"""
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A folder with twelve CIFAR images and two of their corruptions."""
+    folder = tmp_path_factory.mktemp("bench")
+    rng = np.random.default_rng(0)
+    sheet = rng.integers(0, 256, (96, 128, 3), dtype=np.uint8)
+    (folder / "cifar").mkdir()
+    Image.fromarray(sheet).save(folder / "cifar/test_0.webp", lossless=True)
+    (folder / "cifar/test_labels.json").write_text(json.dumps({"fine": [*range(10), 0, 1]}))
+    (folder / "mine.py").write_text(textwrap.dedent(USER_CODE))
+    return folder
+
+
+@pytest.fixture
+def ttnorm(template, tmp_path, monkeypatch, capsys):
+    """Call the command line as a shell would; returns (exit code, output, errors)."""
+    for path in template.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+    def call(line):
+        monkeypatch.setattr(sys, "argv", ["ttnorm", *line.split()])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        output = capsys.readouterr()
+        return stop.value.code or 0, output.out, " ".join(output.err.split())
+
+    return call
+
+
+@pytest.fixture
+def corrupted(ttnorm):
+    line = "corrupt cifar cc --severity 5 --corruption fog --corruption contrast --workers 1"
+    code, output, errors = ttnorm(line)
+    assert (code, errors) == (0, "")
+    assert "cc: 2 corruptions and labels" in output
+
+
+EVALUATE = (
+    "evaluate r.jsonl --network mine:network --data cc --clean cifar --norm source --norm tbn "
+    "--corruption fog --corruption contrast --batch-size 4 --batch-size 1 --device cpu"
+)
+
+
+def test_from_images_to_a_report(ttnorm, corrupted, tmp_path):
+    code, output, _ = ttnorm(f"{EVALUATE} --scenario single --scenario mixed --scenario source")
+    assert code == 0
+    for title in ("cifar10-c, single", "cifar10-c, mixed", "cifar10, source"):
+        assert title in output
+    records = read_records([tmp_path / "r.jsonl"])
+    assert len(records) == 2 * 2 * (2 + 1 + 1)
+    code, output, _ = ttnorm("report r.jsonl --output page")
+    assert code == 0
+    assert "page/results.md" in output
+    assert (tmp_path / "page/results.md").read_text().count("![") == 4
+
+
+def test_a_second_call_adds_nothing_and_sequential_is_the_same(ttnorm, corrupted, tmp_path):
+    ttnorm(EVALUATE)
+    before = (tmp_path / "r.jsonl").read_bytes()
+    assert ttnorm(EVALUATE)[0] == 0
+    assert (tmp_path / "r.jsonl").read_bytes() == before
+    ttnorm(EVALUATE.replace("r.jsonl", "s.jsonl") + " --sequential")
+    grouped, sequential = (read_records([tmp_path / f"{name}.jsonl"]) for name in "rs")
+    assert [r["wrong"] for r in grouped] == [r["wrong"] for r in sequential]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--norm ttm", "There is no norm 'ttm'; there are source, tbn"),
+        ("--norm ttn", "ttn needs an alpha file of mine:network"),
+        ("--norm ttn --alpha absent", "There is no file absent"),
+        ("--method tint", "There is no method 'tint'; there are none"),
+        ("--scenario mixd", "There is no scenario 'mixd'; there are single"),
+        ("--corruption mist", "There is no corruption 'mist'; there are gaussian_noise"),
+        ("--batch-size 0", "batch_size is 0, expected at least 1"),
+        ("--severity 7", "severity is 7, expected 1 to 5"),
+        ("--severity 3", "holds no images of severity 3"),
+        ("--subset 13", "The subset is 13 images, expected 1 to 12"),
+        ("--data absent", "There is no file absent/labels.npy"),
+        ("--clean absent --scenario source", "There is no folder absent"),
+        ("--network wrn", "'wrn' is no network: expected wrn40_2-cifar10"),
+        ("--network mine:of_three_classes", "has labels from 0 to 9; mine:of_three_classes has 3"),
+    ],
+)
+def test_bad_options_are_one_line_and_write_nothing(ttnorm, corrupted, tmp_path, line, message):
+    code, _, errors = ttnorm(f"{EVALUATE} {line}")
+    assert code == 2
+    assert message in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_damaged_files(ttnorm, corrupted, tmp_path):
+    path, labels = tmp_path / "cc/fog.npy", tmp_path / "cc/labels.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1000])
+    assert "fog.npy is truncated or no npy file" in ttnorm(EVALUATE)[2]
+    np.save(path, np.zeros((60, 8, 8, 3), np.uint8))
+    assert "fog.npy has shape (60, 8, 8, 3), expected (60, 32, 32, 3)" in ttnorm(EVALUATE)[2]
+    path.write_bytes(whole)
+    np.save(labels, np.full(60, 100))
+    assert "labels from 100 to 100, expected 0-99" in ttnorm(EVALUATE)[2]
+    np.save(labels, np.full(60, 99))
+    code, _, errors = ttnorm(EVALUATE)
+    assert "cifar10-c has labels from 99 to 99; mine:network has 10 classes" in errors
+    assert code == 2
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_somebody_s_file_is_not_written_to(ttnorm, corrupted, tmp_path):
+    (tmp_path / "r.jsonl").write_text("dear diary")
+    code, _, errors = ttnorm(EVALUATE)
+    assert code == 2
+    assert "r.jsonl is no file of records" in errors
+    assert (tmp_path / "r.jsonl").read_text() == "dear diary"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("corrupt absent out", "There is no folder absent"),
+        ("corrupt cifar out --severity 0", "severity is 0, expected 1 to 5"),
+        ("corrupt cifar out --corruption frost", "frost needs its textures"),
+        ("corrupt cifar out --corruption frost --textures cifar", "There is no picture cifar/fr"),
+        ("report absent.jsonl --output out", "There is no file absent.jsonl"),
+        ("report cifar --output out", "There are no records to report on"),
+    ],
+)
+def test_bad_input_of_the_others(ttnorm, tmp_path, line, message):
+    code, _, errors = ttnorm(line)
+    assert code == 2
+    assert message in errors
+    assert not (tmp_path / "out").exists()

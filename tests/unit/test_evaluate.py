@@ -1,0 +1,177 @@
+"""Evaluation: groups against the plain loop, the identities of norms, and going on after a stop."""
+
+import pytest
+import small_network
+import torch
+
+from ttnorm.bench import evaluate as bench
+from ttnorm.bench.evaluate import Job, evaluate, predictions
+from ttnorm.bench.records import RecordFile, read_records
+from ttnorm.bench.scenarios import SCENARIOS
+from ttnorm.norms import NORMS
+
+
+@pytest.fixture
+def network(tmp_path):
+    return small_network.tested(tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path, network):
+    def score(data, *jobs, name="r.jsonl"):
+        path = tmp_path / name
+        evaluate(network, data, jobs, RecordFile(path))
+        return read_records([path])
+
+    return score
+
+
+def wrong(records):
+    return [r["wrong"] for r in records]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("size", [7, 1])
+def test_groups_give_the_predictions_of_the_plain_loop(network, norm, scenario, size, monkeypatch):
+    monkeypatch.setitem(bench.SAMPLES_AT_ONCE, "cpu", 21)
+    job = Job(norm=norm, scenario=scenario, batch_size=size)
+    data = small_network.domains()
+    pairs = zip(
+        predictions(network, data, job),
+        predictions(network, data, job, grouped=False),
+        strict=True,
+    )
+    for (segment, grouped), (_, sequential) in pairs:
+        assert len(grouped) == len(segment.images)
+        assert torch.equal(grouped, sequential)
+
+
+def test_the_plain_loop_is_what_a_user_would_write(network):
+    data = small_network.domains(23, ("dark",))
+    ((segment, found),) = predictions(network, data, Job(norm="tbn", batch_size=5), grouped=False)
+    model = small_network.network().train()
+    x = data.images["dark"][segment.images].float() / 255
+    with torch.no_grad():
+        expected = torch.cat([model(part).argmax(1) for part in x.split(5)])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("norm", [n for n in NORMS if n != "mixnorm"])
+def test_single_equals_continual(run, norm):
+    data = small_network.domains()
+    jobs = [Job(norm=norm, scenario=s, batch_size=7) for s in ("single", "continual")]
+    records = run(data, *jobs)
+    assert wrong(records[:3]) == wrong(records[3:])
+
+
+@pytest.mark.parametrize("norm", [n for n in NORMS if n != "mixnorm"])
+def test_one_image_a_batch_class_sorted_equals_single(run, norm):
+    data = small_network.domains()
+    jobs = [Job(norm=norm, scenario=s, batch_size=1) for s in ("single", "class-sorted")]
+    records = run(data, *jobs)
+    assert wrong(records[:3]) == wrong(records[3:])
+
+
+def test_the_ragged_last_batch_counts(run):
+    records = run(small_network.domains(50), Job(norm="tbn", batch_size=16))
+    assert [r["n"] for r in records] == [50, 50, 50]
+
+
+def test_norms_that_ignore_the_batch_run_once(run, monkeypatch):
+    scored = []
+    score = bench._score
+    monkeypatch.setattr(bench, "_score", lambda *args: scored.append(1) or score(*args))
+    records = run(small_network.domains(), *(Job(norm="source", batch_size=b) for b in (8, 4, 1)))
+    assert len(records) == 9
+    assert len(scored) == 3
+    assert wrong(records[:3]) == wrong(records[3:6]) == wrong(records[6:])
+
+
+def test_a_record_tells_how_it_came_about(run):
+    (record,) = run(
+        small_network.domains(20), Job(norm="ttn-scaled", scenario="mixed", batch_size=4, seed=3)
+    )
+    expected = {
+        "dataset": "cifar10-c",
+        "severity": 5,
+        "domain": "mixed",
+        "scenario": "mixed",
+        "norm": "ttn-scaled",
+        "method": "none",
+        "batch_size": 4,
+        "seed": 3,
+        "n": 60,
+    }
+    assert expected.items() <= record.items()
+    assert record["model"]["name"] == "small"
+    assert len(record["model"]["fingerprint"]) == len(record["alpha"]["fingerprint"]) == 12
+    assert record["config"] == {
+        "norm": {"scale": 0.4},
+        "subset": 20,
+        "order": "random over all domains",
+        "reset": "never",
+        "domains": ["dark", "light", "red"],
+    }
+    assert {"seconds", "versions", "device", "wrong"} <= record.keys()
+
+
+@pytest.mark.parametrize("norm", ["ttn", "mixnorm"])
+@pytest.mark.parametrize("scenario", ["single", "continual"])
+@pytest.mark.parametrize("kept", [0, 1, 2, 4, 5])
+def test_a_stopped_run_goes_on(run, tmp_path, norm, scenario, kept):
+    data = small_network.domains()
+    jobs = [Job(norm=norm, scenario=scenario, batch_size=b) for b in (7, 1)]
+    whole = run(data, *jobs, name="whole.jsonl")
+    lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "part.jsonl").write_text("".join(lines[:kept]))
+    assert wrong(run(data, *jobs, name="part.jsonl")) == wrong(whole)
+
+
+def test_what_is_on_file_is_not_run_again(run, monkeypatch):
+    data, job = small_network.domains(), Job(norm="ttn", batch_size=7)
+    records = run(data, job)
+    monkeypatch.setattr(bench, "_score", lambda *_: pytest.fail("it ran again"))
+    assert run(data, job) == records
+
+
+def test_the_network_is_not_changed(network, run):
+    before = {name: t.clone() for name, t in network.model.state_dict().items()}
+    run(small_network.domains(), *(Job(norm=norm, batch_size=7) for norm in NORMS))
+    after = network.model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+class TestErrors:
+    def test_labels_out_of_range(self, run):
+        data = small_network.domains()
+        data.labels[3] = 10
+        with pytest.raises(ValueError, match="labels from 0 to 10; small has 10 classes"):
+            run(data, Job(norm="tbn", batch_size=4))
+
+    def test_no_alpha_file(self, tmp_path):
+        network = bench.Network("bare", small_network.network())
+        file = RecordFile(tmp_path / "r.jsonl")
+        with pytest.raises(ValueError, match="ttn needs an alpha file of bare"):
+            evaluate(network, small_network.domains(), [Job(norm="ttn", batch_size=4)], file)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"norm": "x"}, "no norm 'x'"),
+            ({"norm": "tbn", "method": "x"}, "no method 'x'; there are none"),
+            ({"norm": "tbn", "scenario": "x"}, "no scenario 'x'"),
+            ({"norm": "tbn", "batch_size": 0}, "batch_size is 0"),
+        ],
+    )
+    def test_unknown_names_are_refused_before_anything_runs(self, run, options, message, tmp_path):
+        good = Job(norm="source", batch_size=4)
+        with pytest.raises(ValueError, match=message):
+            run(small_network.domains(), good, Job(**{"batch_size": 4, **options}))
+        assert not (tmp_path / "r.jsonl").exists()
+
+    def test_subset(self):
+        assert len(small_network.domains(50).subset(20).labels) == 20
+        with pytest.raises(ValueError, match="subset is 51 images, expected 1 to 50"):
+            small_network.domains(50).subset(51)

@@ -1,0 +1,117 @@
+"""Normalisations by name, and MixNorm against a loop over samples."""
+
+import numpy as np
+import pytest
+import small_network
+import torch
+from torch import nn
+
+from ttnorm import norms, surgery
+from ttnorm.mixnorm import MixNorm, running_average
+
+
+def alpha_of(name, batch_size=16, alpha_file=None):
+    model = norms.apply_norm_(
+        small_network.network(), name, batch_size=batch_size, alpha_file=alpha_file
+    )
+    return torch.cat(list(surgery.alphas(model).values()))
+
+
+@pytest.mark.parametrize(("name", "alpha"), [("source", 0), ("tbn", 1), ("alpha-bn", 0.1)])
+def test_constants(name, alpha):
+    assert torch.equal(alpha_of(name), torch.full((24,), float(alpha)))
+    assert torch.equal(alpha_of(f"constant-{alpha}"), torch.full((24,), float(alpha)))
+
+
+def test_source_and_tbn_are_batchnorm_in_its_two_modes():
+    x = torch.rand(8, 3, 32, 32)
+    plain = small_network.network()
+    for name, model in (("source", plain.eval()), ("tbn", small_network.network().train())):
+        ours = norms.apply_norm_(small_network.network(), name, batch_size=8)
+        assert torch.allclose(ours(x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "alpha"), [(200, 0.44), (64, 0.33), (16, 0.2), (4, 0.11), (2, 0.06), (1, 0.06)]
+)
+def test_adaptive_bn_has_the_alphas_that_the_paper_lists(size, alpha):
+    found = alpha_of("adaptive-bn", batch_size=size)
+    assert found.unique().numel() == 1
+    assert round(found[0].item(), 2) == alpha
+
+
+def test_adaptive_bn_at_a_size_nobody_listed_takes_the_nearest_one():
+    assert alpha_of("adaptive-bn", batch_size=60)[0].item() == pytest.approx(60 / (60 + 128))
+
+
+def test_baselines_leave_the_cross_term_out_and_ttn_does_not(tmp_path):
+    files = small_network.tested(tmp_path).alpha_files
+    for name, cross_term in (("alpha-bn", False), ("adaptive-bn", False), ("ttn", True)):
+        model = norms.apply_norm_(
+            small_network.network(), name, batch_size=4, alpha_file=files["ttn"]
+        )
+        assert {layer.cross_term for layer in surgery.ttn_layers(model).values()} == {cross_term}
+
+
+def test_scaled_is_a_fraction_of_alpha(tmp_path):
+    file = small_network.tested(tmp_path).alpha_files["ttn"]
+    whole, scaled = (alpha_of(name, alpha_file=file) for name in ("ttn", "ttn-scaled"))
+    assert torch.allclose(scaled, 0.4 * whole)
+
+
+@pytest.mark.parametrize("name", ["ttm", "constant-", "constant-x", "constant-1.5"])
+def test_an_unknown_name_lists_the_choices(name):
+    with pytest.raises(ValueError, match=r"expected|there are source, tbn"):
+        norms.norm_named(name)
+
+
+def test_a_fitted_norm_without_a_file_says_what_to_do():
+    with pytest.raises(ValueError, match="needs an alpha file"):
+        norms.apply_norm_(small_network.network(), "ttn", batch_size=4)
+
+
+class TestMixNorm:
+    def layer(self):
+        layer = nn.BatchNorm2d(3)
+        g = torch.Generator().manual_seed(0)
+        layer.running_mean.copy_(torch.randn(3, generator=g))
+        layer.running_var.copy_(torch.rand(3, generator=g) + 0.5)
+        return nn.Sequential(layer)
+
+    def loop(self, x, layer, scale, rate):
+        """One sample at a time, in NumPy."""
+        mean, var = (t.numpy().astype(np.float64) for t in (layer.running_mean, layer.running_var))
+        out = []
+        for sample in x.numpy().astype(np.float64):
+            pair = np.stack([sample, sample[..., ::-1]])
+            local_mean, local_var = pair.mean((0, 2, 3)), pair.var((0, 2, 3))
+            mean = (1 - rate) * mean + rate * local_mean
+            var = (1 - rate) * var + rate * local_var
+            m = scale * local_mean + (1 - scale) * mean
+            v = scale * local_var + (1 - scale) * var
+            out.append((sample - m[:, None, None]) / np.sqrt(v[:, None, None] + 1e-5))
+        return np.stack(out)
+
+    def test_equals_a_loop_over_samples(self):
+        x = torch.randn(12, 3, 6, 6) * 2 + 1
+        expected = self.loop(x, self.layer()[0], scale=0.3, rate=0.1)
+        found = MixNorm(self.layer(), scale=0.3, rate=0.1)(x)
+        assert np.allclose(found.detach().numpy(), expected, atol=1e-5)
+
+    def test_batches_do_not_matter_and_reset_forgets(self):
+        x = torch.rand(12, 3, 32, 32)
+        with torch.no_grad():
+            model = MixNorm(small_network.network(), scale=0.3, rate=0.1)
+            together = model(x)
+            model.reset()
+            apart = torch.cat([model(part) for part in x.split(5)])
+            assert torch.allclose(together, apart, atol=1e-5)
+            assert not torch.allclose(model(x), together, atol=1e-3)  # it remembers
+
+    def test_running_average(self):
+        values, start = torch.rand(7, 2, dtype=torch.float64), torch.rand(2, dtype=torch.float64)
+        state, expected = start, []
+        for value in values:
+            state = 0.9 * state + 0.1 * value
+            expected.append(state)
+        assert torch.allclose(running_average(values, start, 0.1), torch.stack(expected))

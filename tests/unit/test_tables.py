@@ -1,0 +1,190 @@
+"""Tables, figures and the report are functions of records and nothing else."""
+
+import csv
+import io
+import itertools
+
+import pytest
+import torch
+
+from ttnorm import artefact, surgery
+from ttnorm.bench import figures, paper, tables
+from ttnorm.bench.report import write_report
+from ttnorm.data.corruptions import CORRUPTIONS
+
+
+def record(norm="ttn", batch_size=200, domain="fog", wrong=10, **changes):
+    return {
+        "dataset": "cifar10-c",
+        "severity": 5,
+        "domain": domain,
+        "scenario": "single",
+        "norm": norm,
+        "method": "none",
+        "batch_size": batch_size,
+        "seed": 0,
+        "n": 100,
+        "wrong": wrong,
+        "model": {"name": "wrn"},
+        "config": {"subset": 100, "domains": list(CORRUPTIONS)},
+        **changes,
+    }
+
+
+def all_domains(norm, batch_size, wrong, **changes):
+    return [record(norm, batch_size, d, wrong + i, **changes) for i, d in enumerate(CORRUPTIONS)]
+
+
+RECORDS = list(
+    itertools.chain.from_iterable(
+        all_domains(norm, size, wrong)
+        for norm, wrong in (("source", 20), ("tbn", 15), ("ttn", 5), ("constant-0.3", 8))
+        for size in (200, 1)
+    )
+)
+
+
+def table(records=RECORDS):
+    return tables.by_batch_size(records, dataset="cifar10-c", scenario="single")
+
+
+def test_a_cell_is_the_mean_over_domains_beside_the_paper_s():
+    rows = dict(table().rows)
+    assert table().columns == ["B = 200", "B = 1", "average"]
+    assert rows["TTN"][0] == tables.Cell(12.0, None, 11.67)
+    assert rows["α = 0.3"][1] == tables.Cell(15.0, None, 17.42)
+    assert rows["TTN"][2].paper == pytest.approx((11.67 + 17.99) / 2)
+
+
+def test_seeds_give_a_deviation():
+    more = RECORDS + [r | {"seed": 1, "wrong": r["wrong"] + 2} for r in RECORDS]
+    cell = dict(table(more).rows)["TTN"][0]
+    assert cell.ours == 13.0
+    assert cell.deviation == pytest.approx(2**0.5)
+    assert "13.00 ± 1.41" in tables.to_markdown(table(more))
+
+
+def test_a_cell_that_lacks_a_domain_is_empty():
+    cells = dict(table(RECORDS[:-1]).rows)["α = 0.3"]
+    assert [c.ours for c in cells] == [15.0, None, None]
+    assert "| α = 0.3 | 15.00 (12.05) | – (17.42) | –" in tables.to_markdown(table(RECORDS[:-1]))
+
+
+def test_other_corruptions_or_severities_are_not_put_beside_the_paper():
+    some = [r for r in RECORDS if r["domain"] in ("fog", "snow")]
+    mild = [r | {"severity": 3} for r in RECORDS]
+    for records in (some, mild):
+        assert all(c.paper is None for _, cells in table(records).rows for c in cells)
+
+
+def test_by_domain():
+    found = tables.by_domain(RECORDS, dataset="cifar10-c", scenario="single", batch_size=1)
+    assert found.columns[:2] == ["gaussian noise", "shot noise"]
+    assert [c.ours for c in dict(found.rows)["TTN"]] == [*range(5, 20), 12.0]
+
+
+def test_markdown_marks_the_best_of_a_column():
+    text = tables.to_markdown(table())
+    assert text.splitlines()[0] == "| | B = 200 | B = 1 | average |"
+    assert "| TTN | **12.00** (11.67) | **12.00** (17.99) | **12.00** (14.83) |" in text
+
+
+def test_csv_holds_everything():
+    rows = list(csv.reader(io.StringIO(tables.to_csv(table()))))
+    assert rows[0][:4] == ["row", "B = 200", "B = 200 deviation", "B = 200 paper"]
+    assert ["TTN", "12.0000", "", "11.6700"] in [row[:4] for row in rows]
+
+
+def test_latex_is_a_tabular():
+    text = tables.to_latex(table())
+    assert r"TTN & \textbf{12.00} & \textbf{12.00} & \textbf{12.00} \\" in text
+    assert r"$\alpha$ = 0.3" in text
+    assert text.count(r"\\") == 5
+
+
+def test_rich_shows_every_number(capsys):
+    from rich.console import Console
+
+    Console(width=120).print(tables.to_rich(table()))
+    shown = capsys.readouterr().out
+    assert "12.00 11.67" in shown
+    assert "cifar10-c, single" in shown
+
+
+def test_no_records_of_it():
+    with pytest.raises(ValueError, match="no records of cifar10-c in the scenario mixed"):
+        tables.by_batch_size(RECORDS, dataset="cifar10-c", scenario="mixed")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "dataset", "norm", "method", "average"),
+    [
+        ("single", "cifar10-c", "ttn", "none", 13.89),
+        ("single", "cifar100-c", "ttn", "none", 42.27),
+        ("single", "cifar10-c", "tbn", "none", 33.09),
+        ("single", "cifar10-c", "adaptive-bn", "none", 13.98),
+        ("single", "cifar100-c", "tbn", "swr", 59.88),
+        ("mixed", "cifar10-c", "ttn", "none", 14.00),
+        # where the paper's own average belongs to another row
+        ("mixed", "cifar10-c", "tbn", "swr", 33.10),
+        ("mixed", "cifar100-c", "ttn", "swr", 50.29),
+        ("continual", "cifar100-c", "tbn", "swr", 58.06),
+        ("source", "cifar10", "tbn", "tent", 25.84),
+        ("class-sorted", "cifar10-c", "ttn", "none", 30.82),
+    ],
+)
+def test_the_paper_s_cells_have_the_averages_they_should(scenario, dataset, norm, method, average):
+    row = [paper.error(scenario, dataset, norm, method, b) for b in paper.BATCH_SIZES]
+    assert sum(row) / 6 == pytest.approx(average, abs=0.011)
+
+
+def test_what_the_paper_does_not_have():
+    assert paper.error("single", "cifar10-c", "ttn", "none", 8) is None
+    assert paper.error("single", "cifar10-c", "mixnorm", "none", 2) is None
+    assert paper.error("dirichlet", "cifar10-c", "ttn", "none", 1) is None
+
+
+class TestFigures:
+    def test_error_by_batch_size_draws_the_numbers_of_the_table(self):
+        figure = figures.error_by_batch_size(RECORDS, dataset="cifar10-c", scenario="single")
+        lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+        assert lines["TTN"] == [12.0, 12.0]
+        assert lines["Source (CBN)"] == [27.0, 27.0]
+
+    def test_error_by_domain_draws_a_bar_for_each(self):
+        options = {"dataset": "cifar10-c", "scenario": "single", "batch_size": 200}
+        figure = figures.error_by_domain(RECORDS, **options)
+        heights = [[bar.get_height() for bar in group] for group in figure.axes[0].containers]
+        assert heights[2] == [*range(5, 20), 12.0]
+
+    def test_alpha_by_depth_draws_every_channel(self):
+        alpha = {"a": torch.rand(8), "b": torch.rand(16)}
+        axes = figures.alpha_by_depth(alpha, "title").axes[0]
+        drawn = [y for line in axes.lines[:2] for y in line.get_ydata()]
+        assert drawn == torch.cat(list(alpha.values())).tolist()
+
+
+class TestReport:
+    def test_it_is_complete_and_the_same_every_time(self, tmp_path):
+        model = surgery.convert_(torch.nn.Sequential(torch.nn.BatchNorm2d(8)), 0.3)
+        artefact.save(model, tmp_path / "net.ttn.safetensors")
+        for folder in ("one", "two"):
+            write_report(RECORDS, tmp_path / folder, [tmp_path / "net.ttn.safetensors"])
+        files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.*"))
+        assert len(files) == 10
+        for file in files:
+            first, second = ((tmp_path / f / file).read_bytes() for f in ("one", "two"))
+            assert first == second, file
+
+    def test_the_page_has_tables_gains_and_pictures_that_are_there(self, tmp_path):
+        write_report(RECORDS, tmp_path)
+        text = (tmp_path / "results.md").read_text()
+        assert "| ours | 55.6 % | 55.6 % | 55.6 % |" in text  # 1 - 12 / 27
+        assert "| paper | 36.1 % | 1.5 % | 18.8 % |" in text
+        links = [part.split(")")[0] for part in text.split("](")[1:]]
+        assert links
+        assert all((tmp_path / link).is_file() for link in links)
+
+    def test_nothing_to_report(self, tmp_path):
+        with pytest.raises(ValueError, match="no records"):
+            write_report([], tmp_path)
