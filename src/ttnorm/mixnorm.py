@@ -6,8 +6,9 @@ local_t  = moments of the sample and its mirror image together
 global_t = (1 - rate) * global_{t-1} + rate * local_t,  with the source's moments as global_0
 y_t      = normalise(x_t, scale * local_t + (1 - scale) * global_t)
 
-A sample is treated the same whatever batch it comes in. The paper draws a random crop and flip for
-the second view; here it is the mirror image, so that nothing is random.
+where the global average is over first and second moments, so that its variance holds what differs
+between samples as well. A sample is treated the same whatever batch it comes in. The paper draws a
+random crop and flip for the second view; here it is the mirror image, so that nothing is random.
 """
 
 from __future__ import annotations
@@ -53,18 +54,27 @@ class _Stream:
         self.reset()
 
     def reset(self) -> None:
-        self.mean, self.var = self.layer.running_mean, self.layer.running_var
+        # moments about the source's mean, where little cancels
+        self.first, self.second = torch.zeros_like(self.layer.running_mean), self.layer.running_var
 
     def standardise(self, x: Tensor) -> Tensor:
         """x holds the samples, then their mirror images in the same order."""
         (mean, mirror_mean), (var, mirror_var) = (m.chunk(2) for m in batch_moments(x, 1))
         local_mean = (mean + mirror_mean) / 2
         local_var = (var + mirror_var) / 2 + ((mean - mirror_mean) / 2).square()
-        means = running_average(local_mean, self.mean, self.rate)
-        vars_ = running_average(local_var, self.var, self.rate)
-        self.mean, self.var = means[-1], vars_[-1]
         layer = self.layer
-        mixed = mix_moments(layer.alpha, means, vars_, local_mean, local_var, cross_term=False)
+        offset = local_mean - layer.running_mean
+        first = running_average(offset, self.first, self.rate)
+        second = running_average(local_var + offset.square(), self.second, self.rate)
+        self.first, self.second = first[-1], second[-1]
+        mixed = mix_moments(
+            layer.alpha,
+            layer.running_mean + first,
+            second - first.square(),
+            local_mean,
+            local_var,
+            cross_term=False,
+        )
         both_mean, both_var = (torch.cat([m, m]) for m in mixed)
         return normalise(x, both_mean, both_var, layer.weight, layer.bias, layer.eps, 1)
 

@@ -81,14 +81,15 @@ class TestMixNorm:
     def loop(self, x, layer, scale, rate):
         """One sample at a time, in NumPy."""
         mean, var = (t.numpy().astype(np.float64) for t in (layer.running_mean, layer.running_var))
+        second = var + mean**2
         out = []
         for sample in x.numpy().astype(np.float64):
             pair = np.stack([sample, sample[..., ::-1]])
             local_mean, local_var = pair.mean((0, 2, 3)), pair.var((0, 2, 3))
             mean = (1 - rate) * mean + rate * local_mean
-            var = (1 - rate) * var + rate * local_var
+            second = (1 - rate) * second + rate * (local_var + local_mean**2)
             m = scale * local_mean + (1 - scale) * mean
-            v = scale * local_var + (1 - scale) * var
+            v = scale * local_var + (1 - scale) * (second - mean**2)
             out.append((sample - m[:, None, None]) / np.sqrt(v[:, None, None] + 1e-5))
         return np.stack(out)
 

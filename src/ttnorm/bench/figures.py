@@ -32,7 +32,7 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
     records = [r for r in records if not r["norm"].startswith("constant-")]
     table = by_batch_size(records, dataset=dataset, scenario=scenario)
     sizes = [column.removeprefix("B = ") for column in table.columns[:-1]]
-    figure, axes = _figure(6.4, 4.2)
+    figure, axes = _figure(7.4, 4.0)
     top = 0.0
     for name, cells in table.rows:
         errors = [float("nan") if c.ours is None else c.ours for c in cells[:-1]]
@@ -50,7 +50,7 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
     axes.set_xlabel("images in a test batch")
     axes.set_ylabel("error in %")
     axes.set_title(f"{dataset}, {scenario}", loc="left")
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+    figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return figure
 
 
@@ -85,7 +85,8 @@ def alpha_by_depth(alpha: Mapping[str, Tensor], title: str) -> Figure:
     start, ends, centres, means = 0, [], [], []
     for values in alpha.values():
         places = range(start, start + len(values))
-        axes.plot(places, values.tolist(), ".", markersize=1.8, color="#56b4e9", alpha=0.7)
+        (dots,) = axes.plot(places, values.tolist(), ".", markersize=1.8, color="#56b4e9")
+        dots.set_rasterized(True)  # thousands of channels make a large drawing
         centres.append(start + len(values) / 2)
         means.append(values.mean().item())
         start += len(values)
@@ -121,7 +122,7 @@ def _mark_what_is_above(axes: Axes, ceiling: float) -> None:
 def save(figure: Figure, path: str | Path) -> None:
     """Write a figure; the same figure gives the same bytes."""
     with matplotlib.rc_context({"svg.hashsalt": Path(path).name}):
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None}, dpi=200)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

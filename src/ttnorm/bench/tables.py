@@ -11,7 +11,7 @@ import dataclasses
 import io
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.corruptions import CORRUPTIONS
 from . import paper
@@ -69,10 +69,9 @@ def by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> 
     if not chosen:
         raise ValueError(f"There are no records of {dataset} in the scenario {scenario}.")
     sizes = sorted({r["batch_size"] for r in chosen}, reverse=True)
-    pairs = list(dict.fromkeys((r["norm"], r["method"]) for r in chosen))
     domains = {r["domain"] for r in chosen}
     rows = []
-    for norm, method in pairs:
+    for norm, method in _rows(chosen):
         cells = []
         for size in sizes:
             key = (norm, method, size)
@@ -96,7 +95,7 @@ def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_s
         raise ValueError(f"There are no records of {dataset}, {scenario} at B = {batch_size}.")
     domains = list(dict.fromkeys(r["domain"] for r in chosen))
     rows = []
-    for norm, method in dict.fromkeys((r["norm"], r["method"]) for r in chosen):
+    for norm, method in _rows(chosen):
         here = [r for r in chosen if (r["norm"], r["method"]) == (norm, method)]
         cells = [_cell([r for r in here if r["domain"] == d], {d}, None) for d in domains]
         rows.append((row_name(norm, method), [*cells, _average(cells)]))
@@ -168,6 +167,18 @@ def to_csv(table: Table) -> str:
         values = [value for cell in cells for value in cell]
         writer.writerow([name, *("" if v is None else f"{v:.4f}" for v in values)])
     return out.getvalue()
+
+
+def _rows(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Norms and methods in the order of NAMES, whatever was run first; constants by value."""
+    order = list(NAMES)
+
+    def place(pair: tuple[str, str]) -> tuple[Any, ...]:
+        norm, method = pair
+        known = norm in NAMES
+        return (method != "none", method, not known, order.index(norm) if known else norm)
+
+    return sorted({(r["norm"], r["method"]) for r in records}, key=place)
 
 
 def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) -> Cell:

@@ -14,6 +14,8 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,7 @@ def make_corrupted(
     todo = {c: _missing(folder / f"{c}.npy", len(images), severities) for c in corruptions}
     chunks = -(-len(images) // IMAGES_AT_ONCE)
     progress = Progress("corrupt", chunks * sum(map(len, todo.values())))
-    with _workers(images, workers) as pool:
+    with _workers(workers or os.cpu_count() or 1) as pool:
         for corruption, missing in todo.items():
             if missing:
                 _make(pool, folder / f"{corruption}.npy", images, missing, seed, textures, progress)
@@ -108,15 +110,16 @@ def _make(
 ) -> None:
     """Fill in the severities a corruption lacks, in a copy that then takes the file's place."""
     count = len(images)
-    partial = path.with_suffix(".npy.partial")
-    out = np.lib.format.open_memmap(partial, "w+", np.uint8, (5 * count, 32, 32, 3))
+    unfinished = path.with_suffix(".npy.partial")
+    out = np.lib.format.open_memmap(unfinished, "w+", np.uint8, (5 * count, 32, 32, 3))
     if path.is_file():
         out[:] = _npy(path)
-    jobs = {
-        pool.submit(_corrupt_chunk, path.stem, severity, seed, first, textures): (severity, first)
-        for severity in severities
-        for first in range(0, count, IMAGES_AT_ONCE)
-    }
+    jobs = {}
+    for severity in severities:
+        for first in range(0, count, IMAGES_AT_ONCE):
+            chunk = images[first : first + IMAGES_AT_ONCE]
+            work = partial(corrupt, seed=seed, first=first, textures=textures)
+            jobs[pool.submit(work, chunk, path.stem, severity)] = (severity, first)
     for job in as_completed(jobs):
         severity, first = jobs[job]
         start = (severity - 1) * count + first
@@ -124,40 +127,22 @@ def _make(
         out[start : start + len(done)] = done
         progress.step(f"{path.stem} {severity}")
     out.flush()
-    os.replace(partial, path)
+    os.replace(unfinished, path)
 
 
-_clean: Array  # in a worker process: the images
-
-
-def _start_worker(images: Array) -> None:
+def _start_worker() -> None:
     import cv2
 
-    global _clean
-    _clean = images
     cv2.setNumThreads(1)  # the processes are the parallelism
 
 
-def _corrupt_chunk(
-    corruption: str, severity: int, seed: int, first: int, textures: str | Path | None
-) -> Array:
-    chunk = _clean[first : first + IMAGES_AT_ONCE]
-    return corrupt(chunk, corruption, severity, seed=seed, first=first, textures=textures)
-
-
 @contextlib.contextmanager
-def _workers(images: Array, workers: int | None) -> Iterator[ProcessPoolExecutor]:
+def _workers(workers: int) -> Iterator[ProcessPoolExecutor]:
     variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(dict.fromkeys(variables, "1"))  # what workers inherit
     try:
-        with ProcessPoolExecutor(
-            workers or os.cpu_count(),
-            # forking a process with threads, as torch has, may hang
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(images,),
-        ) as pool:
+        with ProcessPoolExecutor(workers, mp_context=_context(), initializer=_start_worker) as pool:
             try:
                 yield pool
             except BaseException:
@@ -166,6 +151,15 @@ def _workers(images: Array, workers: int | None) -> Iterator[ProcessPoolExecutor
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _context() -> BaseContext:
+    """Forking a process with threads, as torch has, may hang: fork from one that never had any."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once, and not by every worker
+    return context
 
 
 def _claim(folder: Path, images: Array, labels: Array, seed: int) -> None:
