@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import groups, native
+from . import groups, kernels, native, operators
+from .arguments import check_arguments
 from .distributed import merge_moments, rank, sum_over_ranks
 
 Moments = tuple[Tensor, Tensor]
@@ -43,6 +44,8 @@ def batch_moments(x: Tensor, group_size: int | None = None) -> Moments:
         >>> mean.item(), var.item()
         (2.0, 1.0)
     """
+    if kernels.usable(x) and native.usable(x):
+        return kernels.moments(x, group_size)
     if group_size is not None:
         return groups.pool_moments(*_sample_moments(x), group_size)
     if native.usable(x):
@@ -177,7 +180,7 @@ def test_time_norm(
         tensor([[-1.],
                 [ 1.]])
     """
-    alpha = _check_arguments(x, running_mean, running_var, weight, bias, alpha, group_size)
+    alpha = check_arguments(x, running_mean, running_var, weight, bias, alpha, group_size)
     if group_size is not None:
         process_group = None
     if x.numel() == 0:
@@ -189,6 +192,10 @@ def test_time_norm(
         # no samples, no moments; BatchNorm in eval mode knows the output's shape
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
     tensors = (x, weight, bias, alpha)
+    if _as_operator(x, process_group):
+        return operators.test_time_norm(
+            *tensors, running_mean, running_var, eps, group_size, cross_term
+        )
     options = (eps, group_size, cross_term, process_group)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if needs_grad and not torch.compiler.is_compiling():
@@ -248,7 +255,14 @@ class _TestTimeNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, alpha, source_mean, source_var, batch_mean, batch_var = ctx.saved_tensors
         eps, group_size, cross_term, process_group = ctx.options
-        grad = grad.contiguous(memory_format=_memory_format(x))
+        if kernels.usable(x) and process_group is None:
+            moments = (source_mean, source_var, batch_mean, batch_var)
+            fused = kernels.backward(
+                grad, x, weight, alpha, *moments, eps, group_size, cross_term,
+                needs_input=ctx.needs_input_grad[0],
+            )  # fmt: skip
+            return *_in_dtypes_of(fused, weight, ctx.bias_dtype, alpha), *[None] * 6
+        grad = grad.contiguous(memory_format=kernels.memory_format(x))
         a, source_mean, source_var = _cast(batch_mean.dtype, alpha, source_mean, source_var)
         mean, var = mix_moments(
             a, source_mean, source_var, batch_mean, batch_var, cross_term=cross_term
@@ -263,7 +277,7 @@ class _TestTimeNorm(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             grad_mean, grad_var = -scale * grad_bias, -0.5 * scale * inv_std * grad_weight
             slope = excess + cross * (1 - 2 * a) * shift.square()  # d var / d alpha
-            grad_alpha = _sum_to_channels(grad_mean * shift + grad_var * slope).to(alpha.dtype)
+            grad_alpha = _sum_to_channels(grad_mean * shift + grad_var * slope)
         if ctx.needs_input_grad[0]:
             # The batch's moments belong to all ranks, so what every rank does with them counts.
             count = groups.values_per_moment(x, group_size, mean)
@@ -284,13 +298,8 @@ class _TestTimeNorm(torch.autograd.Function):
             if group_size is not None:
                 scale = groups.per_sample(scale, x.shape[0], group_size)
             grad_x.addcmul_(grad, _unsqueeze_like(scale, x))
-        return (
-            grad_x,
-            None if weight is None else _sum_to_channels(grad_weight).to(weight.dtype),
-            None if ctx.bias_dtype is None else _sum_to_channels(grad_bias).to(ctx.bias_dtype),
-            grad_alpha,
-            *[None] * 6,
-        )
+        grads = (grad_x, _sum_to_channels(grad_weight), _sum_to_channels(grad_bias), grad_alpha)
+        return *_in_dtypes_of(grads, weight, ctx.bias_dtype, alpha), *[None] * 6
 
 
 def _forward(
@@ -306,6 +315,9 @@ def _forward(
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. 2: the output, and the batch's moments for the backward."""
+    if kernels.usable(x) and process_group is None and not torch.compiler.is_compiling():
+        arguments = (weight, bias, alpha, source_mean, source_var, eps, group_size, cross_term)
+        return kernels.forward(x, *arguments)
     batch_mean, batch_var = batch_moments(x, group_size)
     if process_group is not None:
         count = groups.values_per_moment(x, None, batch_mean)
@@ -316,47 +328,32 @@ def _forward(
     return normalise(x, mean, var, weight, bias, eps, group_size), batch_mean, batch_var
 
 
-def _check_arguments(
-    x: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
+def _as_operator(x: Tensor, process_group: dist.ProcessGroup | None) -> bool:
+    """A compiler on a GPU gets one operator; an exporter gets operations that any runtime has."""
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    return kernels.usable(x) and process_group is None
+
+
+def _in_dtypes_of(
+    grads: tuple[Tensor | None, Tensor, Tensor, Tensor | None],
     weight: Tensor | None,
-    bias: Tensor | None,
+    bias_dtype: torch.dtype | None,
     alpha: Tensor,
-    group_size: int | None,
-) -> Tensor:
-    """Raise on what cannot be normalised; return alpha as (C,)."""
-    if not x.is_floating_point():
-        raise TypeError(
-            f"x is {x.dtype}, expected a floating point tensor. Convert it with .float()."
-        )
-    if not 2 <= x.dim() <= 5:
-        raise ValueError(f"x has {x.dim()} dimensions, expected 2 to 5: (N, C, ...).")
-    if group_size is not None and group_size < 1:
-        raise ValueError(f"group_size is {group_size}, expected at least 1, or None.")
-    if alpha.dim() == 0:
-        alpha = alpha.expand(x.shape[1])
-    names = ("running_mean", "running_var", "weight", "bias", "alpha")
-    expected = x.shape[1:2]
-    for name, t in zip(names, (running_mean, running_var, weight, bias, alpha), strict=True):
-        if t is not None and t.shape != expected:
-            raise ValueError(
-                f"{name} has shape {tuple(t.shape)}, expected {tuple(expected)}: "
-                f"x is {tuple(x.shape)}, so it has {x.shape[1]} channels."
-            )
-    return alpha
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight, bias and alpha, as their owners want them."""
+    grad_x, grad_weight, grad_bias, grad_alpha = grads
+    return (
+        grad_x,
+        None if weight is None else grad_weight.to(weight.dtype),
+        None if bias_dtype is None else grad_bias.to(bias_dtype),
+        None if grad_alpha is None else grad_alpha.to(alpha.dtype),
+    )
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
     # a .to() that does nothing still costs what one of the method's own steps does
     return [t if t.dtype == dtype else t.to(dtype) for t in tensors]
-
-
-def _memory_format(x: Tensor) -> torch.memory_format:
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if channels_last and not x.is_contiguous() and x.is_contiguous(memory_format=channels_last):
-        return channels_last
-    return torch.contiguous_format
 
 
 def _sample_moments(x: Tensor) -> Moments:

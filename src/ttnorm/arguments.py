@@ -1,0 +1,36 @@
+"""What `functional.test_time_norm` refuses, and what it says then."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_arguments(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    group_size: int | None,
+) -> Tensor:
+    """Raise on what cannot be normalised; return alpha as (C,)."""
+    if not x.is_floating_point():
+        raise TypeError(
+            f"x is {x.dtype}, expected a floating point tensor. Convert it with .float()."
+        )
+    if not 2 <= x.dim() <= 5:
+        raise ValueError(f"x has {x.dim()} dimensions, expected 2 to 5: (N, C, ...).")
+    if group_size is not None and group_size < 1:
+        raise ValueError(f"group_size is {group_size}, expected at least 1, or None.")
+    if alpha.dim() == 0:
+        alpha = alpha.expand(x.shape[1])
+    names = ("running_mean", "running_var", "weight", "bias", "alpha")
+    expected = x.shape[1:2]
+    for name, t in zip(names, (running_mean, running_var, weight, bias, alpha), strict=True):
+        if t is not None and t.shape != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}, expected {tuple(expected)}: "
+                f"x is {tuple(x.shape)}, so it has {x.shape[1]} channels."
+            )
+    return alpha

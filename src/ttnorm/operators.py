@@ -1,0 +1,126 @@
+"""The kernels as PyTorch operators, with shapes and gradients that a compiler understands.
+
+Eager code calls `kernels` itself, which is quicker; `torch.compile` sees one operator per layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels
+
+
+def test_time_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    source_mean: Tensor,
+    source_var: Tensor,
+    eps: float,
+    group_size: int | None,
+    cross_term: bool,
+) -> Tensor:
+    """`functional.test_time_norm` as one operator; differentiable in x, weight, bias and alpha."""
+    return _forward(
+        x, weight, bias, alpha, source_mean, source_var, eps, group_size or 0, cross_term
+    )[0]
+
+
+test_time_norm.__test__ = False  # type: ignore[attr-defined]  # or pytest takes it for a test
+
+
+# A group size of 0 is no groups; the schemas have no optional integers that may be symbolic.
+@torch.library.custom_op("ttnorm::forward", mutates_args=())
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    source_mean: Tensor,
+    source_var: Tensor,
+    eps: float,
+    group_size: int,
+    cross_term: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels.forward(
+        x, weight, bias, alpha, source_mean, source_var, eps, group_size or None, cross_term
+    )
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    source_mean: Tensor,
+    source_var: Tensor,
+    eps: float,
+    group_size: int,
+    cross_term: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = [x.shape[1]]
+    if group_size:
+        shape.insert(0, (x.shape[0] + group_size - 1) // group_size)
+    mean, var = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    return _like_kernels(x), mean, var
+
+
+@torch.library.custom_op("ttnorm::backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    alpha: Tensor,
+    source_mean: Tensor,
+    source_var: Tensor,
+    batch_mean: Tensor,
+    batch_var: Tensor,
+    eps: float,
+    group_size: int,
+    cross_term: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_x, *others = kernels.backward(
+        grad, x, weight, alpha, source_mean, source_var, batch_mean, batch_var, eps,
+        group_size or None, cross_term,
+    )  # fmt: skip
+    assert grad_x is not None
+    return grad_x, *(t.clone() for t in others)  # type: ignore[return-value]  # outputs may not share
+
+
+@_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor | None, alpha: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    per_channel = (x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(3))
+    return _like_kernels(x), *per_channel
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, alpha, source_mean, source_var, *ctx.options = inputs
+    ctx.save_for_backward(x, weight, alpha, source_mean, source_var, *output[1:])
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, alpha, *moments = ctx.saved_tensors
+    grad_x, grad_weight, grad_bias, grad_alpha = _backward(
+        grad, x, weight, alpha, *moments, *ctx.options
+    )
+    return (
+        grad_x,
+        None if weight is None else grad_weight.to(weight.dtype),
+        None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype),
+        grad_alpha.to(alpha.dtype),
+        *[None] * 5,
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _like_kernels(x: Tensor) -> Tensor:
+    """An output as the kernels lay it out: x's layout, or contiguous where x is in neither."""
+    return torch.empty_like(x, memory_format=kernels.memory_format(x))

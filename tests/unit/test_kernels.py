@@ -1,0 +1,251 @@
+"""The Triton kernels, run on the CPU by Triton's interpreter, against float64.
+
+On a GPU tests/unit/test_cuda.py runs them for real; here they are small, and cut into many slabs.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ttnorm import functional, kernels, operators
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda.py runs them for real")
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    """So that small tensors have many of them."""
+    monkeypatch.setattr(kernels, "TILE", 128)
+    monkeypatch.setattr(kernels, "SLAB", 128)
+    monkeypatch.setattr(kernels, "MOST_SLABS", 8)
+
+
+SHAPES = [(5, 3, 4, 5), (7, 6), (4, 5, 9), (3, 4, 2, 3, 3), (9, 20, 3, 3)]
+
+
+def problem(shape, channels_last=False, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = (2 * torch.randn(shape, generator=g) + 1).to(dtype)
+    if channels_last:
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        x = x.contiguous(memory_format=formats[x.dim()])
+    channels = shape[1]
+    weight, bias, mean = torch.randn(3, channels, generator=g)
+    var, alpha = torch.rand(2, channels, generator=g)
+    alpha[0], alpha[-1] = 0, 1
+    return x, weight, bias, alpha, mean, var + 0.5
+
+
+def exact(x, weight, bias, alpha, mean, var, group_size, cross_term, seed):
+    """The output and the gradients of x, weight, bias and alpha, in float64."""
+    leaves = [None if t is None else t.double().requires_grad_() for t in (x, weight, bias, alpha)]
+    y = functional.test_time_norm(
+        leaves[0], mean.double(), var.double(), *leaves[1:], 1e-5, group_size, cross_term
+    )
+    y.backward(seed.double())
+    return [y, *(None if t is None else t.grad for t in leaves)]
+
+
+def close(found, expected, tolerance=1e-5):
+    scale = expected.abs().max().clamp(min=1)
+    assert found.shape == expected.shape
+    assert ((found - expected).abs().max() / scale).item() < tolerance
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group_size", [None, 1, 2])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_forward_and_backward(shape, group_size, channels_last):
+    if channels_last and len(shape) < 4:
+        pytest.skip("has no such layout")
+    x, *rest = problem(shape, channels_last)
+    weight, _, alpha, mean, var = rest
+    seed = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = exact(x, *rest, group_size, True, seed)
+    y, *moments = kernels.forward(x, *rest, 1e-5, group_size, True)
+    grads = kernels.backward(seed, x, weight, alpha, mean, var, *moments, 1e-5, group_size, True)
+    assert y.stride() == x.stride()
+    for found, wanted in zip((y, *grads), expected, strict=True):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_half_precision_is_computed_in_float32(dtype, channels_last):
+    x, *rest = problem((5, 3, 4, 5), channels_last, dtype)
+    y, mean, _ = kernels.forward(x, *rest, 1e-5, 2, True)
+    expected = exact(x, *rest, 2, True, torch.ones(x.shape))[0]
+    assert y.dtype == dtype
+    assert mean.dtype == torch.float32
+    # rounded once, at the end: a neighbour of the exact value (the interpreter cuts bfloat16 off)
+    step = torch.finfo(dtype).eps * expected.abs().clamp(min=1e-2)
+    assert ((y.double() - expected).abs() <= step).all()
+
+
+@pytest.mark.parametrize("without", [("weight",), ("bias",), ("weight", "bias")])
+@pytest.mark.parametrize("cross_term", [True, False])
+def test_without_weight_or_bias_or_cross_term(without, cross_term):
+    x, weight, bias, *rest = problem((6, 4, 5))
+    weight = None if "weight" in without else weight
+    bias = None if "bias" in without else bias
+    alpha, mean, var = rest
+    seed = torch.randn(x.shape)
+    expected = exact(x, weight, bias, *rest, None, cross_term, seed)
+    y, *moments = kernels.forward(x, weight, bias, *rest, 1e-5, None, cross_term)
+    grads = kernels.backward(seed, x, weight, alpha, mean, var, *moments, 1e-5, None, cross_term)
+    for found, wanted in zip((y, *grads), expected, strict=True):
+        if wanted is not None:
+            close(found, wanted)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_moments_of_values_far_from_zero_keep_their_digits(channels_last):
+    x, *_ = problem((16, 3, 8, 8), channels_last)
+    x = x + 1e4
+    mean, var = kernels.moments(x)
+    expected_var, expected_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    assert torch.allclose(mean.double(), expected_mean, rtol=1e-6)
+    assert torch.allclose(var.double(), expected_var, rtol=1e-3)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_broken_sample_stays_in_its_group_and_out_of_channels_that_ignore_the_batch(
+    channels_last,
+):
+    x, weight, bias, alpha, mean, var = problem((6, 3, 4, 4), channels_last)
+    x[2, :, 1, 1] = float("nan")
+    y, *moments = kernels.forward(x, weight, bias, alpha, mean, var, 1e-5, 2, True)
+    assert y[[0, 1, 4, 5]].isfinite().all()
+    assert y[3, 0].isfinite().all()  # alpha is 0 in this channel
+    assert not y[3, 1].isfinite().any()
+    seed = torch.ones(x.shape)
+    grad, *_ = kernels.backward(seed, x, weight, alpha, mean, var, *moments, 1e-5, 2, True)
+    assert grad[[0, 1, 4, 5]].isfinite().all()
+    assert grad[2, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_given_moments_are_constants(channels_last):
+    x, weight, bias, alpha, mean, var = problem((6, 3, 4, 4), channels_last)
+    given = torch.randn(3), torch.rand(3) + 0.5
+    y, *moments = kernels.forward(x, weight, bias, alpha, mean, var, 1e-5, None, True, given=given)
+    mixed = functional.mix_moments(alpha, mean, var, *given)
+    leaf = x.clone().requires_grad_()
+    expected = functional.normalise(leaf, *mixed, weight, bias)
+    close(y, expected)
+    seed = torch.randn(x.shape)
+    expected.backward(seed)
+    grad, *_ = kernels.backward(
+        seed, x, weight, alpha, mean, var, *moments, 1e-5, None, True, given=True
+    )
+    close(grad, leaf.grad)
+
+
+def test_a_layout_that_is_neither_is_copied():
+    x, *rest = problem((4, 6, 5, 3))
+    strange = x.transpose(2, 3)
+    y, *_ = kernels.forward(strange, *rest, 1e-5, None, True)
+    close(y, functional.test_time_norm(strange.contiguous(), rest[3], rest[4], *rest[:3]))
+
+
+class TestGeometry:
+    @pytest.mark.parametrize("group_size", [None, 1, 7, 64])
+    @pytest.mark.parametrize("shape", [(64, 256, 56, 56), (200, 32, 32, 32), (64, 24, 14, 14)])
+    @pytest.mark.parametrize("channels_last", [False, True])
+    def test_slabs_cover_a_group(self, shape, group_size, channels_last, monkeypatch):
+        for name, value in (("TILE", 4096), ("SLAB", 16384), ("MOST_SLABS", 512)):
+            monkeypatch.setattr(kernels, name, value)
+        x = torch.empty(shape, device="meta")
+        if channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        _, g = kernels._geometry(x, group_size)
+        assert g.slabs * g.slab_units >= g.units > (g.slabs - 1) * g.slab_units
+        assert g.slabs <= 512
+        tiles = (g.tile(), g.merge_tile()) if channels_last else (g.row_tile(), g.slab_tile())
+        for tile in tiles:
+            sizes = [size for name, size in tile.items() if name != "VEC"]
+            assert sizes[0] * sizes[1] <= 16384
+            assert all(size & (size - 1) == 0 for size in sizes)
+
+    def test_what_is_side_by_side_is_divided_by_its_vector(self):
+        for shape, vector in (((2, 3, 14, 14), 4), ((2, 3, 32, 32), 16), ((2, 3, 7, 7), 1)):
+            _, g = kernels._geometry(torch.empty(shape), None)
+            assert (g.vector, g.across * g.vector) == (vector, shape[2] * shape[3])
+
+
+class TestOperators:
+    @pytest.fixture(autouse=True)
+    def _on_the_cpu(self, monkeypatch):
+        monkeypatch.setattr(kernels, "usable", lambda x: x.dtype == torch.float32)
+
+    def layer(self, x, weight, bias, alpha, mean, var, group_size=None):
+        return functional.test_time_norm(x, mean, var, weight, bias, alpha, group_size=group_size)
+
+    @pytest.mark.parametrize("group_size", [None, 2])
+    def test_eager_code_uses_the_kernels(self, group_size):
+        x, *rest = problem((5, 3, 4, 5))
+        seed = torch.randn(x.shape)
+        leaves = [t.clone().requires_grad_() for t in (x, *rest[:3])]
+        y = self.layer(*leaves, *rest[3:], group_size)
+        y.backward(seed)
+        expected = exact(x, *rest, group_size, True, seed)
+        for found, wanted in zip((y, *(t.grad for t in leaves)), expected, strict=True):
+            close(found, wanted)
+
+    @pytest.mark.parametrize("group_size", [None, 2])
+    @pytest.mark.parametrize("channels_last", [False, True])
+    def test_compiled_it_is_one_operator_with_the_same_gradients(self, group_size, channels_last):
+        x, *rest = problem((5, 3, 4, 5), channels_last)
+        seed = torch.randn(x.shape)
+        leaves = [t.clone().requires_grad_() for t in (x, *rest[:3])]
+        compiled = torch.compile(self.layer, fullgraph=True, backend="aot_eager")
+        y = compiled(*leaves, *rest[3:], group_size)
+        y.backward(seed)
+        assert y.stride() == x.stride()
+        expected = exact(x, *rest, group_size, True, seed)
+        for found, wanted in zip((y, *(t.grad for t in leaves)), expected, strict=True):
+            close(found, wanted)
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+    def test_the_operators_are_what_pytorch_expects(self):
+        x, *rest = problem((5, 3, 4, 5))
+        leaves = [t.clone().requires_grad_() for t in (x, *rest[:3])]
+        torch.library.opcheck(operators._forward, (*leaves, *rest[3:], 1e-5, 2, True))
+
+
+def test_every_kernel_compiles_for_a_gpu():
+    """Without one: down to the machine's code, in a process that does not interpret."""
+    program = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ttnorm import triton_backward, triton_forward
+
+constants = dict(FINAL=False, AFFINE=True, CROSS_TERM=True, GIVEN=False, VEC=4, BLOCK_N=4,
+                 BLOCK_S=256, BLOCK_M=32, BLOCK_C=32, BLOCK_P=64, BLOCK_R=4)
+data = ("x_ptr", "y_ptr", "grad_ptr", "out_ptr")
+for module in (triton_forward, triton_backward):
+    for name, kernel in vars(module).items():
+        if not isinstance(kernel, triton.JITFunction) or name in ("mix", "units_of_group"):
+            continue
+        types = {}
+        for name in kernel.arg_names:
+            of_pointer = "*bf16" if name in data else "*fp32"
+            other = "fp32" if name == "eps" else "i32"
+            types[name] = of_pointer if name.endswith("_ptr") else other
+            if name in constants:
+                types[name] = "constexpr"
+        values = {name: constants[name] for name in kernel.arg_names if name in constants}
+        source = ASTSource(kernel, signature=types, constexprs=values)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        print(kernel.__name__, len(compiled.asm["ptx"]))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 10
