@@ -22,9 +22,12 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results
+bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results and docs/performance.md
 	$(BIN)/python benchmarks/layer_cost.py
+	$(BIN)/python benchmarks/network_cost.py
 	$(BIN)/python benchmarks/prior_cost.py
+	$(BIN)/python benchmarks/evaluate_cost.py
+	$(BIN)/python benchmarks/page.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

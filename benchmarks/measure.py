@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import json
 import platform
@@ -14,6 +16,12 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+# Freed memory is kept, or whether a call pays for zeroing fresh pages is a matter of
+# luck: glibc gives large blocks back when they happen to lie at the end of its heap.
+with contextlib.suppress(OSError, AttributeError):  # not glibc
+    for option in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+        ctypes.CDLL("libc.so.6").mallopt(option, 2**30)
 
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
@@ -31,6 +39,26 @@ def seconds(
         for name, function in functions.items():
             times[name].append(_once(function, device))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def kernel_seconds(
+    functions: Mapping[str, Callable[[Any], Any]], inputs: Sequence[Any], rounds: int
+) -> dict[str, float]:
+    """Median seconds of the GPU's own work for one input: calls over all inputs in one graph.
+
+    Several inputs, so that none is still in the cache when its turn comes again.
+    """
+    graphs = {}
+    for name, function in functions.items():
+        for x in (inputs[0], *inputs):
+            function(x)
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for x in inputs:
+                function(x)
+    replays = {name: graph.replay for name, graph in graphs.items()}
+    return {name: t / len(inputs) for name, t in seconds(replays, "cuda", rounds).items()}
 
 
 def peak_bytes(function: Callable[[], Any], device: str) -> int:

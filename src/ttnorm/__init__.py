@@ -4,6 +4,7 @@ from . import functional
 from .artefact import load_, save
 from .augment import domain_shift, prior_shift
 from .export import to_exported_program, to_onnx
+from .fold import fold_
 from .layers import TTNorm1d, TTNorm2d, TTNorm3d
 from .posttrain import PostTrainConfig, PostTrainResult, optimise_alpha, post_train_
 from .prior import estimate_prior
@@ -21,6 +22,7 @@ __all__ = [
     "convert_",
     "domain_shift",
     "estimate_prior",
+    "fold_",
     "functional",
     "isolated",
     "load_",

@@ -25,12 +25,13 @@ def check_arguments(
         raise ValueError(f"group_size is {group_size}, expected at least 1, or None.")
     if alpha.dim() == 0:
         alpha = alpha.expand(x.shape[1])
-    names = ("running_mean", "running_var", "weight", "bias", "alpha")
-    expected = x.shape[1:2]
-    for name, t in zip(names, (running_mean, running_var, weight, bias, alpha), strict=True):
-        if t is not None and t.shape != expected:
+    channels = x.shape[1]
+    tensors = (running_mean, running_var, weight, bias, alpha)
+    for index, t in enumerate(tensors):
+        if t is not None and (t.numel() != channels or t.dim() != 1):
+            name = ("running_mean", "running_var", "weight", "bias", "alpha")[index]
             raise ValueError(
-                f"{name} has shape {tuple(t.shape)}, expected {tuple(expected)}: "
-                f"x is {tuple(x.shape)}, so it has {x.shape[1]} channels."
+                f"{name} has shape {tuple(t.shape)}, expected ({channels},): "
+                f"x is {tuple(x.shape)}, so it has {channels} channels."
             )
     return alpha

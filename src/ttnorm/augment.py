@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ Per = Literal["batch", "image"]
 
 
 def prior_shift(
-    images: Tensor, generator: Generator | None = None, *, per: Per = "image"
+    images: Tensor, generator: Generator | None = None, *, per: Per = "image", check: bool = True
 ) -> Tensor:
     """Colour jitter, random grayscale and random invert: the shift the prior is measured with.
 
@@ -32,6 +33,7 @@ def prior_shift(
         images: (N, C, H, W) in [0, 1].
         generator: source of randomness; None is torch's global one.
         per: whether every image draws its own shift, or the batch draws one for all.
+        check: whether to look if images are in [0, 1], for which a GPU has to be waited for.
 
     Example:
         >>> images = torch.rand(4, 3, 32, 32)
@@ -42,7 +44,7 @@ def prior_shift(
     from kornia.color import rgb_to_grayscale
     from kornia.enhance import invert
 
-    draw = _Draw(_checked(images, "prior_shift"), generator, per)
+    draw = _Draw(_checked(images, "prior_shift", check), generator, per)
     images = _jitter(images, draw, (0.6, 1.4), (0.6, 1.4), (0.6, 1.4), 0.1)
     if images.shape[1] == 3:
         images = torch.where(draw.chance(0.2), rgb_to_grayscale(images), images)
@@ -50,7 +52,7 @@ def prior_shift(
 
 
 def domain_shift(
-    images: Tensor, generator: Generator | None = None, *, per: Per = "batch"
+    images: Tensor, generator: Generator | None = None, *, per: Per = "batch", check: bool = True
 ) -> Tensor:
     """CoTTA's augmentation without its noise: the shift alpha is optimised under.
 
@@ -63,6 +65,7 @@ def domain_shift(
         images: (N, C, H, W) in [0, 1].
         generator: source of randomness; None is torch's global one.
         per: a test batch is one domain, so by default the batch draws one shift.
+        check: see `prior_shift`.
 
     Example:
         >>> images = torch.rand(4, 3, 32, 32)
@@ -73,7 +76,7 @@ def domain_shift(
     from kornia.filters import gaussian_blur2d
     from kornia.geometry.transform import get_affine_matrix2d, warp_affine
 
-    draw = _Draw(_checked(images, "domain_shift"), generator, per)
+    draw = _Draw(_checked(images, "domain_shift", check), generator, per)
     images = _jitter(images, draw, (0.6, 1.4), (0.7, 1.3), (0.5, 1.5), 0.06)
     images = adjust_gamma(images, draw.uniform(0.7, 1.3))
 
@@ -99,21 +102,28 @@ def shift_images(
     generator: Generator | None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    *,
+    check: bool = True,
 ) -> Tensor:
     """Augment images that a loader has normalised: back to [0, 1], shift, normalise again.
 
     Args:
         mean, std: what the loader subtracted and divided by, per channel; None where it did not.
+        check: see `prior_shift`.
 
     Raises:
         ValueError: when the images are not in [0, 1] after undoing mean and std.
     """
+    function = augment.func if isinstance(augment, partial) else augment
+    if function in (prior_shift, domain_shift):
+        augment = partial(augment, check=check)  # type: ignore[call-arg]
     if mean is None and std is None:
         return augment(images, generator)
     offset = _per_channel(images, per_channel_list(mean) or [0.0])
     scale = _per_channel(images, per_channel_list(std) or [1.0])
     unit = images * scale + offset
-    _check_unit_range(unit)
+    if check:
+        _check_unit_range(unit)
     # Rounding alone leaves [0, 1] by less than the tolerance just checked.
     return (augment(unit.clamp(0, 1), generator) - offset) / scale
 
@@ -167,13 +177,14 @@ class _Draw:
         return (self.uniform(0, 1) < probability)[:, None, None, None]
 
 
-def _checked(images: Tensor, name: str) -> Tensor:
+def _checked(images: Tensor, name: str, check: bool) -> Tensor:
     if images.dim() != 4:
         raise ValueError(
             f"{name} works on images (N, C, H, W), got shape {tuple(images.shape)}. "
             "Pass your own augment(x, generator) for other data."
         )
-    _check_unit_range(images)
+    if check:
+        _check_unit_range(images)
     return images
 
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .artefact import read_safetensors, write_atomically
 from .batches import Loader, Loss, batches, scalar
+from .capture import Repeated
 from .distributed import rank, world_size
 from .layers import TTNormBase
 from .progress import Progress
@@ -91,8 +92,15 @@ class Fit:
             self.call = DistributedDataParallel(self.network, broadcast_buffers=False)
             for layer in layers.values():
                 layer.sync = layer.sync or config.sync_statistics
-        self.optimiser = torch.optim.Adam([self.network.theta], lr=config.lr)
+        # on a GPU the rate and the count of steps live there too, as a recorded step needs
+        cuda = self.device.type == "cuda"
+        self.lr = torch.tensor(config.lr, device=self.device)
+        self.optimiser = torch.optim.Adam(
+            [self.network.theta], lr=self.lr if cuda else config.lr, capturable=cuda
+        )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "float16")
+        alone = world_size() == 1 and not self.scaler.is_enabled()
+        self.descend = Repeated(self._descend) if cuda and alone else self._descend
 
     def _initialise(self, theta: Tensor) -> None:
         init = self.config.init
@@ -131,7 +139,7 @@ class Fit:
         pairs = itertools.islice(batches(loader, self.device), self.config.steps_per_epoch)
         for x, y in pairs:
             self._set_lr((done + (count / steps if steps else 0)) / self.config.epochs)
-            sums += self._step(x, y, generator)
+            sums += self._step(x, y, generator, check=count == 0 or x.is_cpu)
             count += 1
             progress.step(f"epoch {done + 1}")
         if count == 0:
@@ -143,21 +151,30 @@ class Fit:
                 "valid label? Are the inputs finite?"
             )
         ce, mse = (sums / count).tolist()
-        row = {"epoch": done + 1, "ce": ce, "mse": mse, "lr": self.optimiser.param_groups[0]["lr"]}
+        row = {"epoch": done + 1, "ce": ce, "mse": mse}
+        row["lr"] = float(self.optimiser.param_groups[0]["lr"])
         row |= {"alpha_mean": theta.mean().item(), "seconds": time.monotonic() - started}
         self.history.append(row)
         logger.info("post-training: %s", row)
 
-    def _step(self, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+    def _step(self, x: Tensor, y: Tensor, generator: Generator, check: bool) -> Tensor:
         config = self.config
         if config.dynamic_batch:
             low, high = (min(size, len(x)) for size in config.dynamic_batch)
             size = int(torch.randint(low, high + 1, (), generator=generator))
             x, y = x[:size], y[:size]
         # outside of autocast: half a pixel of rounding would be a shift of its own
-        shifted = self.shift(x, generator=generator) if config.ce else None
+        shifted = self.shift(x, generator=generator, check=check) if config.ce else None
+        return self.descend(shifted, y)
+
+    def _descend(self, shifted: Tensor | None, y: Tensor) -> Tensor:
+        """One step of Adam; the cross-entropy and the MSE before it."""
+        config = self.config
         dtype = getattr(torch, config.amp) if config.amp else None
-        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+        # without a cache: a recorded step must not hold casts that were made outside of it
+        with torch.autocast(
+            self.device.type, dtype, enabled=dtype is not None, cache_enabled=False
+        ):
             output, alpha = self.call(shifted)
             ce = scalar(self.loss(output, y)) if config.ce else alpha.new_zeros(())
         # the mean: with a sum, thousands of channels would hold alpha at the prior
@@ -176,7 +193,10 @@ class Fit:
     def _set_lr(self, progress: float) -> None:
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         lr = self.config.lr * (cosine if self.config.schedule == "cosine" else 1.0)
-        self.optimiser.param_groups[0]["lr"] = lr
+        if self.device.type == "cuda":
+            self.lr.fill_(lr)
+        else:
+            self.optimiser.param_groups[0]["lr"] = lr
 
     def saturated(self) -> bool:
         """Whether the MSE has changed little for `patience` epochs."""
@@ -213,7 +233,8 @@ class Fit:
         self.network.theta.data.copy_(state.tensors["theta"])
         if "step" in state.tensors:
             moments = {n: state.tensors[n].to(self.device) for n in ("exp_avg", "exp_avg_sq")}
-            adam = {"step": state.tensors["step"], **moments}
+            step = state.tensors["step"]
+            adam = {"step": step.to(self.device) if self.device.type == "cuda" else step, **moments}
             self.optimiser.state[self.network.theta] = adam
         self.history[:] = state.metadata["history"]
         self.scaler.load_state_dict(state.metadata["scaler"])

@@ -49,7 +49,7 @@ def batch_moments(x: Tensor, group_size: int | None = None) -> Moments:
     if group_size is not None:
         return groups.pool_moments(*_sample_moments(x), group_size)
     if native.usable(x):
-        return native.moments(x)
+        return _pooled(*native.sample_moments(x)) if native.in_rows(x) else native.moments(x)
     dims = [0, *range(2, x.dim())]
     var, mean = torch.var_mean(x.to(native.moment_dtype(x)), dims, correction=0)
     return mean, var
@@ -96,8 +96,8 @@ def mix_moments(
     if not (torch.is_grad_enabled() and alpha.requires_grad):
         # 0 * NaN is NaN: a broken sample must not reach a channel that never looks at the batch.
         # (Where alpha is being fitted, this would hide the gradient that lets it leave 0.)
-        used = alpha.bool()
-        mean, var = torch.where(used, mean, source_mean), torch.where(used, var, source_var)
+        unused = torch.logical_not(alpha)  # alpha == 0, for half the price of that
+        mean, var = torch.where(unused, source_mean, mean), torch.where(unused, source_var, var)
     return mean, var
 
 
@@ -364,10 +364,18 @@ def _sample_moments(x: Tensor) -> Moments:
     if not (x.is_cpu and native.usable(x)):
         var, mean = torch.var_mean(x.to(dtype), list(range(2, x.dim())), correction=0)
         return mean, var
+    if native.in_rows(x):
+        return native.sample_moments(x)
     if x.is_contiguous():
         mean, var = native.moments(_rows(x))
         return mean.view(x.shape[:2]), var.view(x.shape[:2])
     return _stack([native.moments(sample) for sample in x.split(1)])
+
+
+def _pooled(mean: Tensor, var: Tensor) -> Moments:
+    """Moments of a batch from those of its samples, which all have as many values."""
+    pooled = mean.mean(0)
+    return pooled, (var + (mean - pooled).square()).mean(0)
 
 
 def _rows(x: Tensor) -> Tensor:

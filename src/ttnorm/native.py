@@ -30,6 +30,25 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
+def in_rows(x: Tensor) -> bool:
+    """Whether `sample_moments` takes this batch."""
+    exact = x.dtype in (torch.float32, torch.float64)  # it would round half precision's moments
+    return x.is_cpu and exact and x.dim() > 2 and x.is_contiguous()
+
+
+def sample_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of every channel of every sample, (N, C): GroupNorm's, a channel a group.
+
+    On a CPU and in contiguous memory it is several times as fast as BatchNorm's own pass.
+    """
+    samples, channels = x.shape[:2]
+    pixels = x.numel() // (samples * channels)
+    _, mean, inv_std = torch.native_group_norm(
+        x, None, None, samples, channels, pixels, channels, 0.0
+    )
+    return mean, inv_std.pow(-2)
+
+
 def normalise(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from ..capture import record
 from ..data.cifar import Images
 from ..progress import Progress
 from .augmix import augmix
@@ -177,17 +178,9 @@ class _Step:
             for _ in range(3):
                 self._step()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
         self.optimiser.zero_grad()
-        with torch.cuda.graph(graph):
-            loss = self._step()
+        replay = record(self._step, [self.generator])
         self.model.load_state_dict(before)
         for state in self.optimiser.state.values():
             state["momentum_buffer"].zero_()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return loss
-
         return replay

@@ -1,0 +1,79 @@
+"""Steps that are repeated thousands of times, recorded as CUDA graphs.
+
+A small network's step is hundreds of short kernels, and starting them one by one takes longer than
+running them. A graph starts them all at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+logger = logging.getLogger("ttnorm")
+
+
+def record(step: Callable[[], Any], generators: Iterable[Generator] = ()) -> Callable[[], Any]:
+    """One call of `step` as a graph; returns what replays it and gives the same tensors each time.
+
+    Args:
+        step: has run before on this device, and touches no CPU.
+        generators: on the device, that it draws from.
+    """
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        output = step()
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return replay
+
+
+class Repeated:
+    """Calls a function of tensors; calls that repeat earlier shapes on a GPU replay a graph.
+
+    What it returns is overwritten by the next call. A function that cannot be recorded is called.
+
+    Args:
+        function: from tensors to tensors; tensors it changes besides must stay where they are.
+        warm_up: plain calls of a shape before it is recorded.
+        most: shapes that are recorded; others are called.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, warm_up: int = 3, most: int = 8) -> None:
+        self.function, self.warm_up, self.most = function, warm_up, most
+        self.calls: Counter[Any] = Counter()
+        self.recorded: dict[Any, tuple[tuple[Tensor, ...], Callable[[], Any]]] = {}
+
+    def __call__(self, *tensors: Any) -> Any:
+        if not all(isinstance(t, Tensor) and t.is_cuda for t in tensors):
+            return self.function(*tensors)
+        key = tuple((t.shape, t.dtype, t.stride()) for t in tensors)
+        if key in self.recorded:
+            static, replay = self.recorded[key]
+            for ours, given in zip(static, tensors, strict=True):
+                ours.copy_(given)
+            return replay()
+        self.calls[key] += 1
+        if self.calls[key] <= self.warm_up or len(self.recorded) >= self.most:
+            return self.function(*tensors)
+        return self._record(key, tensors)
+
+    def _record(self, key: Any, tensors: tuple[Tensor, ...]) -> Any:
+        static = tuple(t.clone() for t in tensors)
+        try:
+            replay = record(lambda: self.function(*static))
+        except RuntimeError as error:  # such as a wait for the GPU in the middle
+            logger.info("not recorded as a CUDA graph, and called instead: %s", error)
+            self.most = 0
+            return self.function(*tensors)
+        self.recorded[key] = (static, replay)
+        return replay()

@@ -1,0 +1,119 @@
+"""Folding: a layer that (almost) ignores the batch becomes part of the convolution before it.
+
+With alpha = 0 a layer is BatchNorm in eval mode, an affine map with fixed numbers, and so is a
+convolution. Folded, it costs nothing, and needs no statistics of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .layers import TTNormAct2d, TTNormBase
+from .surgery import ttn_layers, unwrap
+
+_FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+
+
+@torch.no_grad()
+def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
+    """Fold every layer whose alphas are all at most `tolerance` into what comes before it.
+
+    That is a convolution or linear layer whose output goes nowhere else. What is folded uses the
+    source's statistics alone, as if its alphas were 0; it is gone for good, so fold last.
+
+    Args:
+        model: a converted network that torch.fx can trace.
+        tolerance: the largest alpha that counts as 0.
+
+    Returns:
+        The names of the layers that were folded.
+
+    Example:
+        >>> from ttnorm import convert_
+        >>> model = convert_(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), alpha=0.0)
+        >>> fold_(model), model[1]
+        (['1'], Identity())
+    """
+    if not 0 <= tolerance <= 1:
+        raise ValueError(f"tolerance is {tolerance}, expected a number in [0, 1].")
+    model = unwrap(model)
+    quiet = {
+        name: layer
+        for name, layer in ttn_layers(model).items()
+        if bool((layer.alpha <= tolerance).all())
+    }
+    if not quiet:
+        return []
+    pairs = _preceding(model)
+    folded = [name for name in quiet if name in pairs]
+    for name in folded:
+        _fold(pairs[name], quiet[name])
+        model.set_submodule(name, _what_remains(quiet[name]))
+    return folded
+
+
+class _Tracer(fx.Tracer):
+    """Sees layers as wholes, ours included."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return isinstance(module, TTNormBase) or super().is_leaf_module(module, name)
+
+
+def _preceding(model: nn.Module) -> dict[str, nn.Module]:
+    """The foldable layer right before each norm, where there is one that serves nothing else."""
+    try:
+        graph = _Tracer().trace(model)
+    except Exception as error:  # torch.fx raises whatever the network's forward does
+        raise ValueError(
+            f"torch.fx cannot trace {type(model).__name__} ({error}), so it is not known what "
+            "comes before its layers. Fold the traceable part of it on its own."
+        ) from error
+    modules = dict(model.named_modules(remove_duplicate=False))
+    calls: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            calls[id(modules[node.target])] = calls.get(id(modules[node.target]), 0) + 1
+    found: dict[str, nn.Module] = {}
+    for node in graph.nodes:
+        if node.op != "call_module" or not isinstance(modules[node.target], TTNormBase):
+            continue
+        before = _only_input(node)
+        if before is None or before.op != "call_module" or len(before.users) != 1:
+            continue
+        layer = modules[before.target]
+        used_once = calls[id(layer)] == calls[id(modules[node.target])] == 1
+        if used_once and isinstance(layer, _FOLDABLE):
+            found[node.target] = layer
+    return found
+
+
+def _only_input(node: Any) -> Any:
+    inputs = node.all_input_nodes
+    return inputs[0] if len(inputs) == 1 else None
+
+
+def _fold(layer: nn.Module, norm: TTNormBase) -> None:
+    """weight and bias of a layer such that it does what it and the norm did."""
+    weight, bias = layer.weight, layer.bias
+    assert isinstance(weight, Tensor)
+    scale = torch.rsqrt(norm.running_var.double() + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias.double()
+    if bias is not None:
+        assert isinstance(bias, Tensor)
+        shift = shift + bias.double() * scale
+    per_output = scale.view(-1, *[1] * (weight.dim() - 1))
+    layer.weight = nn.Parameter((weight.double() * per_output).to(weight), weight.requires_grad)
+    layer.bias = nn.Parameter(shift.to(weight), weight.requires_grad)
+
+
+def _what_remains(norm: TTNormBase) -> nn.Module:
+    if isinstance(norm, TTNormAct2d):
+        return nn.Sequential(norm.drop, norm.act)
+    return nn.Identity()

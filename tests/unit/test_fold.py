@@ -1,0 +1,106 @@
+"""Folding changes what a network costs, and not what it says where alpha is 0."""
+
+import pytest
+import torch
+from torch import nn
+
+import ttnorm
+from ttnorm.models import zoo
+
+
+def test_layers_that_ignore_the_batch_fold_without_a_trace(small_network, images):
+    model = ttnorm.convert_(small_network, 0.0)
+    expected = model(images)
+    assert ttnorm.fold_(model) == ["1", "4"]
+    assert torch.allclose(model(images), expected, atol=1e-5)
+    assert not [m for m in model.modules() if isinstance(m, (ttnorm.TTNorm2d, nn.BatchNorm2d))]
+
+
+def test_others_stay(small_network, images):
+    model = ttnorm.convert_(small_network, 0.0)
+    ttnorm.alphas(model)["1"][2] = 0.3
+    expected = model(images)
+    assert ttnorm.fold_(model) == ["4"]
+    assert torch.allclose(model(images), expected, atol=1e-5)
+    assert isinstance(model[1], ttnorm.TTNorm2d)
+
+
+def test_what_is_within_the_tolerance_is_as_if_it_were_zero(small_network, images):
+    model = ttnorm.convert_(small_network, 0.0)
+    exact = model(images)
+    ttnorm.convert_(model, 0.05)
+    assert ttnorm.fold_(model, tolerance=0.01) == []
+    assert ttnorm.fold_(model, tolerance=0.05) == ["1", "4"]
+    assert torch.allclose(model(images), exact, atol=1e-5)
+
+
+def test_a_wide_residual_network_folds_only_where_a_convolution_comes_right_before():
+    model = ttnorm.convert_(zoo.load("wrn40_2-cifar10"), 0.0)
+    x = torch.rand(4, 3, 32, 32)
+    expected = model(x)
+    folded = ttnorm.fold_(model)
+    assert len(folded) == 18 + 1  # the second norm of every block, and the very first
+    assert all(name.endswith("bn2") or name == "block1.layer.0.bn1" for name in folded)
+    assert torch.allclose(model(x), expected, atol=1e-4)
+
+
+class Branches(nn.Module):
+    """A convolution that feeds two, one that is used twice, and a norm after a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.forked, self.twice, self.plain = (nn.Conv2d(3, 3, 1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(4))
+
+    def forward(self, x):
+        forked = self.forked(x)
+        x = self.norms[0](forked) + forked
+        x = self.norms[1](self.twice(x))
+        x = self.norms[2](self.twice(x) + x)
+        return self.norms[3](self.plain(x))
+
+
+def test_only_what_serves_nothing_else_is_folded():
+    model = ttnorm.convert_(Branches().eval(), 0.0)
+    x = torch.rand(2, 3, 5, 5)
+    expected = model(x)
+    assert ttnorm.fold_(model) == ["norms.3"]
+    assert torch.allclose(model(x), expected, atol=1e-5)
+
+
+def test_an_activation_stays():
+    timm = pytest.importorskip("timm")
+    norm = timm.layers.BatchNormAct2d(4)
+    model = ttnorm.convert_(nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), norm).eval(), 0.0)
+    x = torch.rand(2, 3, 5, 5)
+    expected = model(x)
+    assert ttnorm.fold_(model) == ["1"]
+    assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+def test_linear_layers_and_norms_without_weights():
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False)).eval()
+    model[1].running_mean.uniform_()
+    ttnorm.convert_(model, 0.0)
+    x = torch.rand(3, 5)
+    expected = model(x)
+    assert ttnorm.fold_(model) == ["1"]
+    assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+class Untraceable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.norm(x) if x.sum() > 0 else x
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"torch\.fx cannot trace Untraceable"):
+        ttnorm.fold_(ttnorm.convert_(Untraceable(), 0.0))
+    with pytest.raises(ValueError, match="no test-time normalization layers"):
+        ttnorm.fold_(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="tolerance is 2, expected"):
+        ttnorm.fold_(ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3)), 0.0), tolerance=2)
