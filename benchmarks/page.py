@@ -19,6 +19,7 @@ TITLES = {
     "network_cost": "Whole networks",
     "prior_cost": "The prior",
     "posttrain_cost": "Post-training",
+    "adapt_cost": "A step of a gradient method",
     "evaluate_cost": "Scoring with groups",
 }
 
@@ -46,7 +47,7 @@ def _bars(records: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 0.6 + 0.22 * len(records)), layout="constrained")
     axes = figure.subplots()
     ratios = [record["ratio"] for record in records]
-    colours = ["#009e73" if ratio <= 1 else "#e69f00" for ratio in ratios]
+    colours = ["#009e73" if ratio < 1.005 else "#e69f00" for ratio in ratios]
     axes.barh(range(len(records)), ratios, color=colours)
     axes.axvline(1, color="0.3", linewidth=0.8)
     axes.set_yticks(range(len(records)), [record["case"] for record in records], fontsize=7)
@@ -55,7 +56,13 @@ def _bars(records: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlim(0, max(1.3, 1.15 * min(max(ratios), 4)))
     for place, ratio in enumerate(ratios):
         end = min(ratio, axes.get_xlim()[1] * 0.94)
-        axes.text(end, place, f" {ratio:.2g}", va="center", fontsize=7)
+        axes.text(
+            end,
+            place,
+            f" {ratio:.2f}" if ratio >= 0.1 else f" {ratio:.2g}",
+            va="center",
+            fontsize=7,
+        )
     axes.spines[["top", "right"]].set_visible(False)
     with matplotlib.rc_context({"svg.hashsalt": path.name}):
         figure.savefig(path, metadata={"Date": None})

@@ -22,16 +22,22 @@ Per = Literal["batch", "image"]
 
 
 def prior_shift(
-    images: Tensor, generator: Generator | None = None, *, per: Per = "image", check: bool = True
+    images: Tensor,
+    generator: Generator | None = None,
+    *,
+    invert: float = 0.1,
+    per: Per = "image",
+    check: bool = True,
 ) -> Tensor:
     """Colour jitter, random grayscale and random invert: the shift the prior is measured with.
 
     Brightness, contrast and saturation by a factor in [0.6, 1.4], hue by up to 0.1 turns, grayscale
-    with probability 0.2, invert with probability 0.5.
+    with probability 0.2, and invert.
 
     Args:
         images: (N, C, H, W) in [0, 1].
         generator: source of randomness; None is torch's global one.
+        invert: probability of that; the more often, the higher the prior in early layers.
         per: whether every image draws its own shift, or the batch draws one for all.
         check: whether to look if images are in [0, 1], for which a GPU has to be waited for.
 
@@ -42,13 +48,12 @@ def prior_shift(
     """
     # Here and below, imported on use: kornia takes seconds to import, and production has no need.
     from kornia.color import rgb_to_grayscale
-    from kornia.enhance import invert
 
     draw = _Draw(_checked(images, "prior_shift", check), generator, per)
     images = _jitter(images, draw, (0.6, 1.4), (0.6, 1.4), (0.6, 1.4), 0.1)
     if images.shape[1] == 3:
         images = torch.where(draw.chance(0.2), rgb_to_grayscale(images), images)
-    return torch.where(draw.chance(0.5), invert(images), images)
+    return torch.where(draw.chance(invert), 1 - images, images)
 
 
 def domain_shift(

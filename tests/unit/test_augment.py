@@ -73,13 +73,14 @@ def test_domain_shift_repeats_the_edge_instead_of_inventing_black():
     assert (shifted.amax((1, 2, 3)) - shifted.amin((1, 2, 3))).max() < 1e-3
 
 
-def test_prior_shift_inverts_and_greys_some_images():
-    red = torch.tensor([0.9, 0.1, 0.1]).view(1, 3, 1, 1).expand(200, 3, 8, 8)
-    shifted = prior_shift(red, seeded()).mean((2, 3))
+@pytest.mark.parametrize(("invert", "expected"), [(0.1, 0.08), (0.5, 0.4), (1.0, 0.8)])
+def test_prior_shift_greys_some_images_and_inverts_as_many_as_it_is_told(invert, expected):
+    red = torch.tensor([0.9, 0.1, 0.1]).view(1, 3, 1, 1).expand(1000, 3, 8, 8)
+    shifted = prior_shift(red, seeded(), invert=invert).mean((2, 3))
     grey = (shifted.amax(1) - shifted.amin(1)) < 1e-4
-    inverted = shifted[:, 0] < shifted[:, 1] - 1e-3
-    assert 0.1 < grey.float().mean() < 0.3
-    assert 0.3 < inverted.float().mean() < 0.5
+    inverted = shifted[:, 0] < shifted[:, 1] - 1e-3  # seen where it is not grey
+    assert grey.float().mean().item() == pytest.approx(0.2, abs=0.05)
+    assert inverted.float().mean().item() == pytest.approx(expected, abs=0.05)
 
 
 class TestNormalisedImages:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import ttnorm
-from ttnorm import functional
+from ttnorm import capture, functional, kernels
+from ttnorm.data.loader import DeviceLoader
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -76,3 +77,126 @@ def test_amp(small_network):
         config = ttnorm.PostTrainConfig(epochs=1, amp=amp)
         result = ttnorm.post_train_(copy.deepcopy(small_network).cuda(), loader, config)
         assert all(a.isfinite().all() for a in result.alpha.values())
+
+
+SHAPES = [
+    (64, 24, 14, 14),
+    (9, 300, 7, 7),
+    (70, 33),
+    (6, 20, 50),
+    (3, 8, 4, 9, 9),
+    (33, 16, 32, 32),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group_size", [None, 1, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_are_float64_to_rounding(shape, group_size, dtype):
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for layout in {torch.contiguous_format, layouts.get(len(shape), torch.contiguous_format)}:
+        x = (3 + 2 * torch.randn(shape, device="cuda")).to(dtype).contiguous(memory_format=layout)
+        weight, bias, mean = torch.randn(3, shape[1], device="cuda")
+        var, alpha = torch.rand(2, shape[1], device="cuda")
+        var, alpha[0], alpha[-1] = var + 0.5, 0, 1
+        seed = torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=layout)
+        exact = [t.double().requires_grad_() for t in (x, weight, bias, alpha)]
+        expected = functional.test_time_norm(
+            exact[0], mean.double(), var.double(), *exact[1:], group_size=group_size
+        )
+        expected.backward(seed.double())
+        y, *moments = kernels.forward(x, weight, bias, alpha, mean, var, 1e-5, group_size, True)
+        grads = kernels.backward(
+            seed, x, weight, alpha, mean, var, *moments, 1e-5, group_size, True
+        )
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        assert y.stride() == x.stride()
+        for found, wanted in zip((y, *grads), (expected, *(t.grad for t in exact)), strict=True):
+            scale = wanted.abs().max().clamp(min=1)
+            assert ((found - wanted).abs().max() / scale).item() < tolerance
+
+
+def test_moments_of_many_values_far_from_zero():
+    x = 1e3 + torch.randn(64, 8, 112, 112, device="cuda")
+    expected_var, expected_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        mean, var = kernels.moments(x.contiguous(memory_format=layout))
+        assert torch.allclose(mean.double(), expected_mean, rtol=1e-6)
+        assert torch.allclose(var.double(), expected_var, rtol=1e-4)
+
+
+def _network():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(inplace=True),
+        torch.nn.Conv2d(16, 32, 3, stride=2), torch.nn.BatchNorm2d(32), torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 4),
+    )  # fmt: skip
+    for _ in range(20):
+        model(torch.rand(64, 3, 16, 16))
+    return model.eval().cuda()
+
+
+def test_compiled_on_a_gpu_it_gives_the_same_outputs_and_gradients():
+    model = ttnorm.convert_(_network(), 0.4)
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True)
+    x = torch.rand(24, 3, 16, 16, device="cuda")
+    for network in (model, compiled):
+        network(x).square().sum().backward()
+    assert torch.allclose(model(x), compiled(x), atol=1e-4)
+    pairs = zip(model.parameters(), compiled.parameters(), strict=True)
+    for ours, theirs in pairs:
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+    with ttnorm.isolated(model, 5), torch.no_grad():
+        grouped = model(x)
+    apart = torch.cat([model(part) for part in x.split(5)])
+    assert torch.allclose(grouped, apart, atol=1e-4)
+
+
+def test_under_autocast_the_layer_takes_what_comes():
+    model = ttnorm.convert_(_network(), 0.4)
+    x = torch.rand(24, 3, 16, 16, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        half = model(x)
+    assert torch.allclose(half.float(), model(x), atol=3e-2)
+
+
+def test_a_repeated_step_is_recorded_and_does_the_same():
+    x = torch.rand(6, 10, device="cuda")
+    state = torch.zeros(10, device="cuda")
+
+    def step(batch):
+        state.add_(batch.mean(0))
+        return state.square().sum()
+
+    repeated, expected = capture.Repeated(step), torch.zeros(10, device="cuda")
+    for i in range(10):
+        found = repeated(x * i)
+        expected += (x * i).mean(0)
+        assert torch.allclose(found, expected.square().sum())
+    assert len(repeated.recorded) == 1
+    repeated(x[:3])  # another shape is called, not replayed
+    assert torch.allclose(state, expected + x[:3].mean(0))
+
+
+def test_what_cannot_be_recorded_is_called():
+    repeated = capture.Repeated(lambda x: x * x.sum().item())
+    x = torch.rand(3, device="cuda")
+    for _ in range(6):
+        assert torch.allclose(repeated(x), x * x.sum())
+    assert not repeated.recorded
+
+
+def test_recorded_post_training_gives_the_alpha_of_plain_steps(monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (240, 3, 16, 16), generator=g, dtype=torch.uint8).cuda()
+    labels = torch.randint(4, (240,), generator=g).cuda()
+    results = []
+    for record in (True, False):
+        if not record:
+            monkeypatch.setattr("ttnorm.fitting.Repeated", lambda function: function)
+        loader = DeviceLoader(images, labels, 24)
+        config = ttnorm.PostTrainConfig(epochs=3, lr=0.02)
+        results.append(ttnorm.post_train_(_network(), loader, config).alpha)
+    for name, alpha in results[0].items():
+        assert torch.allclose(alpha, results[1][name], atol=2e-3)
