@@ -176,7 +176,9 @@ class _Draw:
         u = torch.rand(draws, generator=self.generator, device=device)
         if self.per == "image":
             u = u[rank() * count : (rank() + 1) * count]
-        return (low + (high - low) * u).to(self.images).expand(count)
+        # Not blocking, so that a GPU that is behind need not be waited for.
+        drawn = (low + (high - low) * u).to(self.images, non_blocking=True)
+        return drawn.expand(count)
 
     def chance(self, probability: float) -> Tensor:
         return (self.uniform(0, 1) < probability)[:, None, None, None]

@@ -17,17 +17,27 @@ from torch import Generator, Tensor
 logger = logging.getLogger("ttnorm")
 
 
-def record(step: Callable[[], Any], generators: Iterable[Generator] = ()) -> Callable[[], Any]:
+def record(
+    step: Callable[[], Any],
+    generators: Iterable[Generator] = (),
+    *,
+    stream: torch.cuda.Stream | None = None,
+    pool: Any = None,
+) -> Callable[[], Any]:
     """One call of `step` as a graph; returns what replays it and gives the same tensors each time.
 
     Args:
         step: has run before on this device, and touches no CPU.
         generators: on the device, that it draws from.
+        stream: the one it ran on before.
+        pool: memory to share with graphs that never run at the same time.
     """
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
+    # other threads, such as a loader's that pins memory, may go on meanwhile
+    options = {"stream": stream, "pool": pool, "capture_error_mode": "thread_local"}
+    with torch.cuda.graph(graph, **options):
         output = step()
 
     def replay() -> Any:
@@ -43,7 +53,8 @@ class Repeated:
     What it returns is overwritten by the next call. A function that cannot be recorded is called.
 
     Args:
-        function: from tensors to tensors; tensors it changes besides must stay where they are.
+        function: from tensors to tensors; tensors it changes besides must stay where they are, and
+            it must let go of the autograd graphs it makes.
         warm_up: plain calls of a shape before it is recorded.
         most: shapes that are recorded; others are called.
     """
@@ -52,28 +63,44 @@ class Repeated:
         self.function, self.warm_up, self.most = function, warm_up, most
         self.calls: Counter[Any] = Counter()
         self.recorded: dict[Any, tuple[tuple[Tensor, ...], Callable[[], Any]]] = {}
+        self.stream: torch.cuda.Stream | None = None
+        self.pool: Any = None
 
     def __call__(self, *tensors: Any) -> Any:
         if not all(isinstance(t, Tensor) and t.is_cuda for t in tensors):
             return self.function(*tensors)
-        key = tuple((t.shape, t.dtype, t.stride()) for t in tensors)
+        key = tuple((t.shape, t.dtype, t.stride(), t.device) for t in tensors)
         if key in self.recorded:
             static, replay = self.recorded[key]
             for ours, given in zip(static, tensors, strict=True):
                 ours.copy_(given)
             return replay()
-        self.calls[key] += 1
-        if self.calls[key] <= self.warm_up or len(self.recorded) >= self.most:
-            return self.function(*tensors)
-        return self._record(key, tensors)
+        with torch.cuda.device(tensors[0].device):
+            self.calls[key] += 1
+            if self.calls[key] > self.warm_up and len(self.recorded) < self.most:
+                return self._record(key, tensors)
+            return self._aside(tensors)
+
+    def _aside(self, tensors: tuple[Tensor, ...]) -> Any:
+        """A plain call on the stream that will be recorded: autograd remembers streams."""
+        if self.stream is None:
+            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            output = self.function(*tensors)
+        current.wait_stream(self.stream)
+        return output
 
     def _record(self, key: Any, tensors: tuple[Tensor, ...]) -> Any:
         static = tuple(t.clone() for t in tensors)
+        before = torch.cuda.current_stream()
         try:
-            replay = record(lambda: self.function(*static))
+            replay = record(lambda: self.function(*static), stream=self.stream, pool=self.pool)
         except RuntimeError as error:  # such as a wait for the GPU in the middle
-            logger.info("not recorded as a CUDA graph, and called instead: %s", error)
+            torch.cuda.set_stream(before)
+            logger.warning("not recorded as a CUDA graph, and called instead: %s", error)
             self.most = 0
-            return self.function(*tensors)
+            return self._aside(tensors)
         self.recorded[key] = (static, replay)
         return replay()

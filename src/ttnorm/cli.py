@@ -199,6 +199,7 @@ def corrupt(
     """
     from .data import cifar, cifar_c, corruptions
 
+    inputs.check_folder(output)
     cifar_c.make_corrupted(
         cifar.load_cifar(data, "test"),
         output,
@@ -255,12 +256,8 @@ def evaluate(
     inputs.check_writable(records)
     tested = network_under_test(network, inputs.network(network), alpha, dynamic_alpha, where)
     file = files.RecordFile(records)
-    scenarios = scenario or ["single"]
-    for chosen in scenarios:
-        source = chosen == "source"
-        tests = load_domains(tested, clean if source else data, source, corruption, severity)
-        if subset is not None:
-            tests = tests.subset(subset)
+    runs = []
+    for chosen in scenario or ["single"]:
         jobs = [
             bench.Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s)
             for n in norm or NORMS
@@ -268,6 +265,12 @@ def evaluate(
             for s in seed or [0]
             for b in batch_size or [200, 64, 16, 4, 2, 1]
         ]
+        source = chosen == "source"
+        tests = load_domains(tested, clean if source else data, source, corruption, severity)
+        tests = tests if subset is None else tests.subset(subset)
+        bench.check(tested, tests, jobs)
+        runs.append((tests, jobs))
+    for tests, jobs in runs:
         bench.evaluate(tested, tests.to(where), jobs, file, grouped=not sequential)
     _print_tables(records)
 
@@ -284,6 +287,7 @@ def report(
     from .bench.records import read_records
     from .bench.report import write_report
 
+    inputs.check_folder(output)
     written = write_report(read_records(records), output, alpha or [])
     for path in written:
         console.print(path)
@@ -332,6 +336,7 @@ def demo(
     """Post-train a network and score it on corrupted images; nothing to download, minutes."""
     from .demo.cifar import run
 
+    inputs.check_folder(output)
     run(console, output)
 
 
@@ -340,10 +345,10 @@ def _print_tables(records: Path) -> None:
     from .bench.records import read_records
 
     found = read_records([records])
-    for dataset, scenario in dict.fromkeys((r["dataset"], r["scenario"]) for r in found):
-        console.print(
-            tables.to_rich(tables.by_batch_size(found, dataset=dataset, scenario=scenario))
-        )
+    for (_, scenario), together in tables.split(found).items():
+        dataset = together[0]["dataset"]
+        table = tables.by_batch_size(together, dataset=dataset, scenario=scenario)
+        console.print(tables.to_rich(table))
 
 
 def _print_info(path: Path) -> None:

@@ -25,6 +25,8 @@ def device(wanted: str | None, local_rank: int = 0) -> str:
         raise ValueError(f"--device is {wanted!r}, expected cpu, cuda, cuda:1, mps, ...") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device is {wanted!r}, and torch sees no GPU here.")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"--device is {wanted!r}, and torch sees no such GPU here.")
     return wanted
 
 
@@ -39,6 +41,13 @@ def check_writable(path: Path | None) -> None:
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{path} cannot be written: {folder} has to be a folder you may write to.")
+
+
+def check_folder(path: Path) -> None:
+    """Whether files can be written into it, or it can be made."""
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{path} cannot be a folder to write to: {there} is in the way.")
 
 
 def network(spec: str) -> nn.Module:
@@ -63,6 +72,8 @@ def network(spec: str) -> nn.Module:
 def loader(spec: str, device: str) -> Loader:
     """What MODULE:FUNCTION returns, or batches of 200 from a folder with CIFAR."""
     if not Path(spec).is_dir():
+        if ":" not in spec:
+            raise ValueError(f"{spec!r} is no folder that is there, and no MODULE:FUNCTION.")
         return resolve(spec)()
     from .data.cifar import load_cifar
     from .data.loader import DeviceLoader

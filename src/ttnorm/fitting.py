@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,19 +47,27 @@ class AlphaNetwork(nn.Module):
         per: what shares one entry of theta: "channel" (nothing), "layer" or "constant".
     """
 
+    counts: Tensor
+
     def __init__(self, model: nn.Module, layers: dict[str, TTNormBase], per: str) -> None:
         super().__init__()
         self.model, self.layers, self.per = model, list(layers.values()), per
         self.sizes = [layer.running_mean.numel() for layer in self.layers]
+        sizes = torch.tensor(self.sizes, device=device_of(model))
+        self.register_buffer("counts", sizes, persistent=False)
         entries = {"channel": sum(self.sizes), "layer": len(self.sizes), "constant": 1}[per]
         self.theta = nn.Parameter(torch.zeros(entries, device=device_of(model)))
 
     def alpha(self) -> Tensor:
         """One value per channel, layer after layer."""
         if self.per == "layer":
-            sizes = torch.tensor(self.sizes, device=self.theta.device)
-            return self.theta.repeat_interleave(sizes, output_size=sum(self.sizes))
+            return self.theta.repeat_interleave(self.counts, output_size=sum(self.sizes))
         return self.theta.expand(sum(self.sizes))
+
+    def let_go(self) -> None:
+        """Of the last step's autograd graph, which every layer's alpha is part of."""
+        for layer in self.layers:
+            layer.alpha = layer.alpha.detach()
 
     def forward(self, x: Tensor | None) -> tuple[Any, Tensor]:
         alpha = self.alpha()
@@ -100,7 +109,10 @@ class Fit:
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "float16")
         alone = world_size() == 1 and not self.scaler.is_enabled()
-        self.descend = Repeated(self._descend) if cuda and alone else self._descend
+        self.descend: Callable[..., Tensor] = self._descend
+        if cuda and alone:
+            # a graph for every batch size that is drawn
+            self.descend = Repeated(self._descend, most=200 if config.dynamic_batch else 8)
 
     def _initialise(self, theta: Tensor) -> None:
         init = self.config.init
@@ -131,6 +143,7 @@ class Fit:
             if checkpoint is not None and rank() == 0:
                 write_atomically(checkpoint, *self.checkpoint(identity))
         progress.close()
+        self.descend = self._descend  # graphs hold memory of their own
 
     def epoch(self, loader: Loader, generator: Generator, progress: Progress) -> None:
         done, started = len(self.history), time.monotonic()
@@ -186,6 +199,7 @@ class Fit:
         self.scaler.scale(total).backward()
         self.scaler.step(self.optimiser)
         self.scaler.update()
+        self.network.let_go()
         with torch.no_grad():
             self.network.theta.clamp_(0, 1)
         return torch.stack((ce, mse)).detach().float()

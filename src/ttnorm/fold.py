@@ -6,6 +6,7 @@ convolution. Folded, it costs nothing, and needs no statistics of the batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -14,15 +15,16 @@ from torch import Tensor, fx, nn
 from .layers import TTNormAct2d, TTNormBase
 from .surgery import ttn_layers, unwrap
 
-_FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+_FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @torch.no_grad()
 def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
     """Fold every layer whose alphas are all at most `tolerance` into what comes before it.
 
-    That is a convolution or linear layer whose output goes nowhere else. What is folded uses the
-    source's statistics alone, as if its alphas were 0; it is gone for good, so fold last.
+    That is a convolution whose output goes nowhere else. What is folded uses the source's
+    statistics alone, as if its alphas were 0; it is gone for good, so fold last. Layers with hooks
+    or parametrizations are left as they are.
 
     Args:
         model: a converted network that torch.fx can trace.
@@ -49,9 +51,13 @@ def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
         return []
     pairs = _preceding(model)
     folded = [name for name in quiet if name in pairs]
+    places = list(model.named_modules(remove_duplicate=False))
     for name in folded:
         _fold(pairs[name], quiet[name])
-        model.set_submodule(name, _what_remains(quiet[name]))
+        remains = _what_remains(quiet[name])
+        for place, module in places:  # a module may have several names
+            if module is quiet[name]:
+                model.set_submodule(place, remains)
     return folded
 
 
@@ -72,22 +78,29 @@ def _preceding(model: nn.Module) -> dict[str, nn.Module]:
             "comes before its layers. Fold the traceable part of it on its own."
         ) from error
     modules = dict(model.named_modules(remove_duplicate=False))
-    calls: dict[int, int] = {}
-    for node in graph.nodes:
-        if node.op == "call_module":
-            calls[id(modules[node.target])] = calls.get(id(modules[node.target]), 0) + 1
+    names = {id(module): name for name, module in model.named_modules()}
+    nodes = [node for node in graph.nodes if node.op == "call_module"]
+    calls = Counter(id(modules[node.target]) for node in nodes)
+    read = [node.target.rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"]
+    touched = {id(modules[name]) for name in read if name in modules}
     found: dict[str, nn.Module] = {}
-    for node in graph.nodes:
-        if node.op != "call_module" or not isinstance(modules[node.target], TTNormBase):
-            continue
-        before = _only_input(node)
-        if before is None or before.op != "call_module" or len(before.users) != 1:
+    for node in nodes:
+        norm, before = modules[node.target], _only_input(node)
+        if not isinstance(norm, TTNormBase) or before is None or before.op != "call_module":
             continue
         layer = modules[before.target]
-        used_once = calls[id(layer)] == calls[id(modules[node.target])] == 1
-        if used_once and isinstance(layer, _FOLDABLE):
-            found[node.target] = layer
+        used_once = calls[id(layer)] == calls[id(norm)] == len(before.users) == 1
+        if used_once and id(layer) not in touched and _foldable(layer, norm):
+            found[names[id(norm)]] = layer
     return found
+
+
+def _foldable(layer: nn.Module, norm: TTNormBase) -> bool:
+    """A plain convolution with the norm's channels, and nobody watching either of the two."""
+    if not isinstance(layer, _FOLDABLE) or layer.out_channels != norm.running_mean.numel():
+        return False
+    hooks = [m.__dict__[name] for m in (layer, norm) for name in m.__dict__ if "_hooks" in name]
+    return "weight" in layer._parameters and not any(hooks)
 
 
 def _only_input(node: Any) -> Any:

@@ -35,7 +35,7 @@ def values_per_moment(x: Tensor, group_size: int | None, like: Tensor) -> Tensor
     """How many values each of x's moments averages: (), or (groups, 1) with groups."""
     values = x.numel() // (x.shape[0] * x.shape[1])
     if group_size is None:
-        return like.new_tensor(x.shape[0] * values)
+        return like.new_full((), x.shape[0] * values)
     return _sizes(x, group_size).to(like.dtype) * values
 
 

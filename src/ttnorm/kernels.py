@@ -10,14 +10,17 @@ Moments may also be given instead of computed, for statistics that come from els
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 ENABLED = os.environ.get("TTNORM_KERNELS", "auto") != "eager"
+Result = TypeVar("Result")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -29,9 +32,23 @@ WARPS = 8
 
 def usable(x: Tensor) -> bool:
     """Whether the kernels take this batch."""
-    return x.is_cuda and ENABLED and _HAS_TRITON and x.dtype in _DTYPES and 2 <= x.dim() <= 5
+    if not (x.is_cuda and ENABLED and _HAS_TRITON and x.dtype in _DTYPES and 2 <= x.dim() <= 5):
+        return False
+    return not torch._C._is_tracing()
 
 
+def _on_its_device(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Launch where the first tensor is, whatever GPU is the current one."""
+
+    @functools.wraps(function)
+    def launch(first: Tensor, *args: Any, **kwargs: Any) -> Result:
+        with torch.cuda.device_of(first):
+            return function(first, *args, **kwargs)
+
+    return launch
+
+
+@_on_its_device
 def moments(x: Tensor, group_size: int | None = None) -> tuple[Tensor, Tensor]:
     """Mean and biased variance in float32: (C,), or (groups, C) with a group size."""
     x, g = _geometry(x, group_size)
@@ -40,6 +57,7 @@ def moments(x: Tensor, group_size: int | None = None) -> tuple[Tensor, Tensor]:
     return (mean, var) if group_size is not None else (mean[0], var[0])
 
 
+@_on_its_device
 def forward(
     x: Tensor,
     weight: Tensor | None,
@@ -58,8 +76,9 @@ def forward(
         given: the batch's mean and variance, (C,) or (groups, C), instead of x's own.
     """
     x, g = _geometry(x, group_size)
-    mean, var = moments(x, group_size) if given is None else (t.float() for t in given)
-    mean, var = mean.contiguous(), var.contiguous()
+    mean, var = moments(x, group_size) if given is None else given
+    shape = (g.groups, g.channels) if group_size is not None else (g.channels,)
+    mean, var = (t.float().expand(shape).contiguous() for t in (mean, var))
     y = torch.empty_like(x)
     weight, bias = _affine(weight, bias, alpha)
     per_channel = [t.contiguous() for t in (alpha, source_mean, source_var)]
@@ -86,6 +105,7 @@ def forward(
     return y, mean, var
 
 
+@_on_its_device
 def backward(
     grad: Tensor,
     x: Tensor,

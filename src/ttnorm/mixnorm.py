@@ -66,7 +66,7 @@ class _Stream:
         offset = local_mean - layer.running_mean
         first = running_average(offset, self.first, self.rate)
         second = running_average(local_var + offset.square(), self.second, self.rate)
-        self.first, self.second = first[-1], second[-1]
+        self.first, self.second = first[-1].detach(), second[-1].detach()
         mixed = mix_moments(
             layer.alpha,
             layer.running_mean + first,

@@ -249,7 +249,7 @@ def _revert(layer: TTNormBase) -> None:
     # A layer that was built as TTNorm2d, not converted, becomes the BatchNorm2d it extends.
     before = layer.__dict__.pop("_class_before", type(layer).__bases__[-1])
     del layer.alpha
-    for name in ("cross_term", "group_size", "sync"):
+    for name in ("cross_term", "group_size", "sync", "standardise"):
         layer.__dict__.pop(name, None)
     layer.__class__ = before
 

@@ -102,6 +102,27 @@ class TestErrors:
         with pytest.raises(FileNotFoundError, match="holds no CIFAR train set: expected"):
             load_cifar(tmp_path, "train")
 
+    def test_both_sets_in_one_folder(self, tmp_path, data):
+        write_official(tmp_path, data)
+        (tmp_path / "cifar-100-python").mkdir()
+        (tmp_path / "cifar-100-python" / "test").touch()
+        with pytest.raises(ValueError, match="holds both CIFAR-10 and CIFAR-100"):
+            load_cifar(tmp_path, "test")
+
+    def test_a_pickle_of_something_else(self, tmp_path, data):
+        write_official(tmp_path, data)
+        path = tmp_path / "cifar-10-batches-py" / "test_batch"
+        for content in ([1, 2], {"data": 3}, {"labels": [1]}):
+            path.write_bytes(pickle.dumps(content))
+            with pytest.raises(ValueError, match="test_batch is truncated or no CIFAR file"):
+                load_cifar(tmp_path, "test")
+
+    def test_sheets_without_labels(self, tmp_path, data):
+        write_npm(tmp_path, data)
+        (tmp_path / "test_lables.json").unlink()
+        with pytest.raises(FileNotFoundError, match="There is no file"):
+            load_cifar(tmp_path, "test")
+
     def test_split(self, tmp_path):
         with pytest.raises(ValueError, match="expected 'train' or 'test'"):
             load_cifar(tmp_path, "validation")

@@ -66,6 +66,13 @@ def test_a_file_that_was_not_finished_is_made_again(tmp_path, clean):
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_killed_before_the_labels_were_written_it_goes_on(tmp_path, clean):
+    make(clean, tmp_path, severities=[5])
+    (tmp_path / "labels.npy").unlink()
+    make(clean, tmp_path, severities=[5])
+    assert load_corrupted(tmp_path, "brightness", 5).labels.tolist() == clean.labels.tolist()
+
+
 class TestErrors:
     def test_other_people_s_files_are_not_written_over(self, tmp_path, clean):
         np.save(tmp_path / "fog.npy", np.zeros(3))

@@ -107,7 +107,7 @@ def test_a_second_call_adds_nothing_and_sequential_is_the_same(ttnorm, corrupted
         ("--data absent", "There is no file absent/labels.npy"),
         ("--clean absent --scenario source", "There is no folder absent"),
         ("--network wrn", "'wrn' is no network: expected wrn40_2-cifar10"),
-        ("--network mine:of_three_classes", "has labels from 0 to 9; mine:of_three_classes has 3"),
+        ("--network mine:of_three_classes", "labels go from 0 to 9; mine:of_three_classes has 3"),
     ],
 )
 def test_bad_options_are_one_line_and_write_nothing(ttnorm, corrupted, tmp_path, line, message):
@@ -115,6 +115,13 @@ def test_bad_options_are_one_line_and_write_nothing(ttnorm, corrupted, tmp_path,
     assert code == 2
     assert message in errors
     assert "Traceback" not in errors
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_nothing_runs_when_a_later_scenario_is_wrong(ttnorm, corrupted, tmp_path):
+    code, _, errors = ttnorm(f"{EVALUATE} --scenario single --scenario mixd")
+    assert code == 2
+    assert "There is no scenario 'mixd'" in errors
     assert not (tmp_path / "r.jsonl").exists()
 
 
@@ -130,7 +137,7 @@ def test_damaged_files(ttnorm, corrupted, tmp_path):
     assert "labels from 100 to 100, expected 0-99" in ttnorm(EVALUATE)[2]
     np.save(labels, np.full(60, 99))
     code, _, errors = ttnorm(EVALUATE)
-    assert "cifar10-c has labels from 99 to 99; mine:network has 10 classes" in errors
+    assert "The labels go from 99 to 99; mine:network has 10 classes" in errors
     assert code == 2
     assert not (tmp_path / "r.jsonl").exists()
 
@@ -150,7 +157,12 @@ def test_somebody_s_file_is_not_written_to(ttnorm, corrupted, tmp_path):
         ("corrupt cifar out --severity 0", "severity is 0, expected 1 to 5"),
         ("corrupt cifar out --corruption frost", "frost needs its textures"),
         ("corrupt cifar out --corruption frost --textures cifar", "There is no picture cifar/fr"),
+        ("corrupt cifar out --corruption fog --workers 0", "workers is 0, expected at least 1"),
+        ("corrupt cifar mine.py", "mine.py cannot be a folder to write to"),
         ("report absent.jsonl --output out", "There is no file absent.jsonl"),
+        ("report cifar --output mine.py/x", "mine.py/x cannot be a folder to write to"),
+        ("demo --output mine.py", "mine.py cannot be a folder to write to"),
+        ("post-train mine:network nowhere out", "'nowhere' is no folder that is there"),
         ("report cifar --output out", "There are no records to report on"),
     ],
 )

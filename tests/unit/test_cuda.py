@@ -191,12 +191,20 @@ def test_recorded_post_training_gives_the_alpha_of_plain_steps(monkeypatch):
     g = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (240, 3, 16, 16), generator=g, dtype=torch.uint8).cuda()
     labels = torch.randint(4, (240,), generator=g).cuda()
-    results = []
+    results, made = [], []
+
+    class Watched(capture.Repeated):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr("ttnorm.fitting.Repeated", Watched)
     for record in (True, False):
         if not record:
-            monkeypatch.setattr("ttnorm.fitting.Repeated", lambda function: function)
+            monkeypatch.setattr("ttnorm.fitting.Repeated", lambda function, most: function)
         loader = DeviceLoader(images, labels, 24)
         config = ttnorm.PostTrainConfig(epochs=3, lr=0.02)
         results.append(ttnorm.post_train_(_network(), loader, config).alpha)
+    assert len(made[0].recorded) == 1
     for name, alpha in results[0].items():
         assert torch.allclose(alpha, results[1][name], atol=2e-3)

@@ -78,14 +78,65 @@ def test_an_activation_stays():
     assert torch.allclose(model(x), expected, atol=1e-6)
 
 
-def test_linear_layers_and_norms_without_weights():
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False)).eval()
+def test_norms_without_weights():
+    model = nn.Sequential(nn.Conv1d(5, 4, 1), nn.BatchNorm1d(4, affine=False)).eval()
     model[1].running_mean.uniform_()
     ttnorm.convert_(model, 0.0)
-    x = torch.rand(3, 5)
+    x = torch.rand(3, 5, 6)
     expected = model(x)
     assert ttnorm.fold_(model) == ["1"]
     assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+class TwoNames(nn.Module):
+    """As torchvision's segmentation encoders do: a layer of its own and inside a Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+        self.stem = nn.Sequential(self.conv, self.norm, nn.ReLU())
+
+    def forward(self, x):
+        return self.stem(x)
+
+
+def test_a_layer_of_two_names_is_replaced_under_both():
+    model = ttnorm.convert_(TwoNames().eval(), 0.0)
+    model.norm.running_mean.uniform_()
+    x = torch.rand(2, 3, 5, 5)
+    expected = model(x)
+    assert ttnorm.fold_(model) == ["norm"]
+    assert isinstance(model.stem[1], nn.Identity)
+    assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+class WeightElsewhere(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.norm(self.conv(nn.functional.conv2d(x, self.conv.weight)))
+
+
+def hooked():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
+def parametrized():
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1))
+    return nn.Sequential(conv, nn.BatchNorm2d(3))
+
+
+@pytest.mark.parametrize("build", [WeightElsewhere, hooked, parametrized])
+def test_what_is_more_than_a_convolution_is_left_alone(build):
+    model = ttnorm.convert_(build().eval(), 0.0)
+    x = torch.rand(2, 3, 5, 5)
+    expected = model(x)
+    assert ttnorm.fold_(model) == []
+    assert torch.equal(model(x), expected)
 
 
 class Untraceable(nn.Module):

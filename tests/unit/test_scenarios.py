@@ -22,6 +22,8 @@ def stream(scenario, batch_size=8, seed=0, labels=LABELS):
     seed=st.integers(0, 9),
 )
 def test_every_image_of_every_domain_arrives_once(scenario, batch_size, count, seed):
+    if scenario == "mixed-pairs":
+        batch_size += batch_size % 2
     found = stream(scenario, batch_size, seed, LABELS.repeat(2)[:count])
     arrived = torch.cat([s.domains * count + s.images for s in found])
     assert torch.equal(arrived.sort().values, torch.arange(len(DOMAINS) * count))
@@ -68,3 +70,5 @@ def test_errors():
         stream("mixd")
     with pytest.raises(ValueError, match="batch_size is 0, expected at least 1"):
         stream("single", batch_size=0)
+    with pytest.raises(ValueError, match="batch size 7, expected an even one"):
+        stream("mixed-pairs", batch_size=7)

@@ -77,6 +77,27 @@ def test_other_corruptions_or_severities_are_not_put_beside_the_paper():
         assert all(c.paper is None for _, cells in table(records).rows for c in cells)
 
 
+def test_severities_networks_and_subsets_have_tables_of_their_own():
+    mild = [r | {"severity": 3, "wrong": r["wrong"] + 1} for r in RECORDS]
+    small = [r | {"config": r["config"] | {"subset": 10}} for r in RECORDS]
+    found = tables.split(RECORDS + mild)
+    assert list(found) == [
+        ("cifar10-c, severity 5", "single"),
+        ("cifar10-c, severity 3", "single"),
+    ]
+    assert found["cifar10-c, severity 3", "single"] == mild
+    assert [title for title, _ in tables.split(RECORDS + small)] == [
+        "cifar10-c, 100 images",
+        "cifar10-c, 10 images",
+    ]
+
+
+def test_two_records_of_one_cell_are_not_mixed_up():
+    other = [r | {"alpha": "another file"} for r in RECORDS]
+    with pytest.raises(ValueError, match="two records of source on gaussian_noise at B = 200"):
+        table(RECORDS + other)
+
+
 def test_by_domain():
     found = tables.by_domain(RECORDS, dataset="cifar10-c", scenario="single", batch_size=1)
     assert found.columns[:2] == ["gaussian noise", "shot noise"]
@@ -184,6 +205,18 @@ class TestReport:
         links = [part.split(")")[0] for part in text.split("](")[1:]]
         assert links
         assert all((tmp_path / link).is_file() for link in links)
+
+    @pytest.mark.parametrize(
+        "chosen",
+        [
+            lambda r: r["norm"] == "tbn",
+            lambda r: r["norm"].startswith("constant"),
+            lambda r: r["norm"] == "ttn" and r["domain"] != "fog",
+            lambda r: (r["norm"], r["batch_size"]) in (("constant-0.3", 200), ("source", 1)),
+        ],
+    )
+    def test_whatever_is_there_is_reported(self, tmp_path, chosen):
+        assert write_report([r for r in RECORDS if chosen(r)], tmp_path)
 
     def test_nothing_to_report(self, tmp_path):
         with pytest.raises(ValueError, match="no records"):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import hashlib
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,6 +62,15 @@ class Domains:
     images: Mapping[str, Tensor]
     labels: Tensor
 
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Twelve letters for every domain that tell its images and labels from others."""
+        labels = self.labels.cpu().numpy().tobytes()
+        return {
+            domain: hashlib.blake2b(labels + x.cpu().numpy().tobytes()).hexdigest()[:12]
+            for domain, x in self.images.items()
+        }
+
     def subset(self, count: int) -> Domains:
         """The first `count` images of every domain."""
         if not 1 <= count <= len(self.labels):
@@ -103,15 +114,7 @@ def evaluate(
         experiment: a name for these cells in the records.
     """
     jobs = list(jobs)
-    for job in jobs:  # before hours of work, not after
-        _check(job, network, data)
-    size = next(iter(data.images.values())).shape[-1]
-    classes = classes_of(network.model, size)
-    if int(data.labels.max()) >= classes or int(data.labels.min()) < 0:
-        raise ValueError(
-            f"{data.dataset} has labels from {int(data.labels.min())} to "
-            f"{int(data.labels.max())}; {network.name} has {classes} classes."
-        )
+    check(network, data, jobs)
     progress = Progress("evaluate", len(jobs))
     known: dict[tuple[Any, ...], Record] = {}
     for job in jobs:
@@ -119,6 +122,20 @@ def evaluate(
             records.append(record | ({"experiment": experiment} if experiment else {}))
         progress.step(f"{job.norm} {job.scenario} B = {job.batch_size}")
     progress.close()
+
+
+def check(network: Network, data: Domains, jobs: Iterable[Job]) -> None:
+    """Raise on what `evaluate` would refuse: before hours of work, not after."""
+    kinds = {kind for job in jobs if (kind := _check(job, network, data)) is not None}
+    for kind in sorted(kinds):
+        artefact.load_(copy.deepcopy(network.model), network.alpha_files[kind])
+    size = next(iter(data.images.values())).shape[-1]
+    classes = classes_of(network.model, size)
+    if int(data.labels.max()) >= classes or int(data.labels.min()) < 0:
+        raise ValueError(
+            f"{data.dataset} has labels from {int(data.labels.min())} to "
+            f"{int(data.labels.max())}; {network.name} has {classes} classes."
+        )
 
 
 @torch.no_grad()
@@ -183,12 +200,15 @@ def _cells(
     """The records of a job that are not on file, in the order of the stream."""
     stream = segments(job.scenario, list(data.images), data.labels.cpu(), job.batch_size, job.seed)
     about = _about(network, data, job)
-    cells = [about | {"domain": s.domain, "n": len(s.images)} for s in stream]
+    cells = [
+        about | {"domain": s.domain, "n": len(s.images), "data": _data(data, s)} for s in stream
+    ]
     missing = [cell not in records for cell in cells]
     if not any(missing):
         return
     # Where batches do not matter, another batch size has had the same predictions already.
     same = norm_named(job.norm).per_sample and job.method == "none"
+    same = same and all(s.reset for s in stream)  # and there is no state to carry on
     run = None
     last = max(index for index, is_missing in enumerate(missing) if is_missing)
     for index, segment in enumerate(stream[: last + 1]):
@@ -196,12 +216,17 @@ def _cells(
         if not missing[index] and all(s.reset for s in stream[index + 1 :]):
             continue  # it is on file, and nothing later depends on it
         if same and key in known:
-            outcome = known[key]
+            outcome = known[key] | {"seconds": 0.0}
         else:
             run = run or _Run(network, data, job, grouped)
             outcome = known[key] = _score(run, data, segment)
         if missing[index]:
             yield cells[index] | outcome
+
+
+def _data(data: Domains, segment: Segment) -> str | dict[str, str]:
+    """Which images a segment is made of."""
+    return data.fingerprints.get(segment.domain) or data.fingerprints
 
 
 def _score(run: _Run, data: Domains, segment: Segment) -> Record:
@@ -249,7 +274,8 @@ def _about(network: Network, data: Domains, job: Job) -> Record:
     }
 
 
-def _check(job: Job, network: Network, data: Domains) -> None:
+def _check(job: Job, network: Network, data: Domains) -> str | None:
+    """Raise on names and sizes that are not there; returns the kind of alpha file it needs."""
     norm = norm_named(job.norm)
     method_named(job.method)
     segments(job.scenario, list(data.images), data.labels.cpu(), job.batch_size, job.seed)
@@ -258,12 +284,14 @@ def _check(job: Job, network: Network, data: Domains) -> None:
             f"{job.norm} needs an alpha file of {network.name} ({norm.alpha_file}): "
             "post-train it, or leave that norm out."
         )
+    return norm.alpha_file
 
 
 @torch.no_grad()
 def classes_of(model: nn.Module, size: int) -> int:
-    """How many classes a network tells apart, found by asking it."""
-    return model(torch.zeros(2, 3, size, size, device=device_of(model))).shape[1]
+    """How many classes a network tells apart, found by asking a copy of it."""
+    asked = copy.deepcopy(model).eval()
+    return asked(torch.zeros(2, 3, size, size, device=device_of(model))).shape[1]
 
 
 def _digest(segment: Segment) -> int:

@@ -44,9 +44,10 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
             top = max(errors)
     # Batch statistics fall to chance at B = 1; the view stays where the others differ.
     others = [c.ours for name, cells in table.rows if name != "TBN" for c in cells[:-1] if c.ours]
-    ceiling = max(1.6 * top, max(others)) * 1.05
-    axes.set_ylim(min(others) * 0.9, ceiling)
-    _mark_what_is_above(axes, ceiling)
+    if others:
+        ceiling = max(1.6 * top, max(others)) * 1.05
+        axes.set_ylim(min(others) * 0.9, ceiling)
+        _mark_what_is_above(axes, ceiling)
     axes.set_xlabel("images in a test batch")
     axes.set_ylabel("error in %")
     axes.set_title(f"{dataset}, {scenario}", loc="left")
@@ -62,9 +63,10 @@ def error_by_domain(
     batch_size: int,
     norms: Sequence[str] = ("source", "tbn", "ttn"),
 ) -> Figure:
-    """Error under every corruption, a bar per norm."""
-    records = [r for r in records if r["norm"] in norms and r["method"] == "none"]
-    table = by_domain(records, dataset=dataset, scenario=scenario, batch_size=batch_size)
+    """Error under every corruption, a bar per norm: those named, or all where none of them is."""
+    records = [r for r in records if r["method"] == "none"]
+    chosen = [r for r in records if r["norm"] in norms] or records
+    table = by_domain(chosen, dataset=dataset, scenario=scenario, batch_size=batch_size)
     figure, axes = _figure(9.0, 3.8)
     width = 0.8 / len(table.rows)
     for index, (name, cells) in enumerate(table.rows):

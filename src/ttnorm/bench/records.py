@@ -14,6 +14,10 @@ from typing import Any
 
 Record = dict[str, Any]
 
+# What every record has, so that another kind of file is not taken for one of records.
+FIELDS = frozenset(
+    {"dataset", "scenario", "domain", "norm", "method", "batch_size", "seed", "n", "wrong"}
+)
 # Two records that agree in all but these are the same cell.
 OUTCOME = frozenset({"wrong", "seconds", "versions", "device", "experiment"})
 
@@ -27,8 +31,9 @@ class RecordFile:
     Example:
         >>> import tempfile
         >>> file = RecordFile(tempfile.mkdtemp() + "/records.jsonl")
-        >>> file.append({"norm": "ttn", "n": 10, "wrong": 1})
-        >>> {"norm": "ttn", "n": 10} in file, {"norm": "tbn", "n": 10} in file
+        >>> record = dict.fromkeys(FIELDS, 0)
+        >>> file.append(record)
+        >>> record | {"wrong": 7} in file, record | {"norm": "tbn"} in file
         (True, False)
     """
 
@@ -81,8 +86,8 @@ def _parse(line: str, file: Path, number: int) -> Record:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}, line {number} is no record: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{file}, line {number} is a {type(record).__name__}, not a record.")
+    if not isinstance(record, dict) or not record.keys() >= FIELDS:
+        raise ValueError(f"{file}, line {number} is no record of an evaluation.")
     return record
 
 
@@ -100,7 +105,16 @@ def _cut_torn_line(path: Path) -> None:
         return
     for number, line in enumerate(content[:whole].decode(errors="replace").splitlines(), start=1):
         _parse(line, path, number)  # or it is somebody's file, and not ours to cut
-    if not content[whole:].startswith(b"{"):
+    if not _may_be_torn(content[whole:]):
         raise ValueError(f"{path} is no file of records.")
     with path.open("r+b") as file:
         file.truncate(whole)
+
+
+def _may_be_torn(tail: bytes) -> bool:
+    """Whether this is the beginning of a record, and not somebody's JSON."""
+    try:
+        whole = json.loads(tail)
+    except ValueError:
+        return tail.startswith(b"{")
+    return isinstance(whole, dict) and whole.keys() >= FIELDS

@@ -37,7 +37,8 @@ def load_domains(
     severity: int,
 ) -> Domains:
     """The test set that a network is scored on, named after its number of classes."""
-    name = f"cifar{classes_of(network.model, size=32)}"
+    classes = classes_of(network.model, size=32)
+    name = f"cifar{classes}"
     if folder is None:
         raise ValueError(
             "The scenario source needs --clean, a folder with CIFAR."
@@ -47,7 +48,7 @@ def load_domains(
         )
     if clean:
         test = load_cifar(folder, "test")
-        return Domains(name, 0, {"clean": test.images}, test.labels)
+        return _of(network, classes, Domains(name, 0, {"clean": test.images}, test.labels))
     chosen = corruptions or CORRUPTIONS
     for corruption in chosen:
         if corruption not in CORRUPTIONS:
@@ -58,4 +59,16 @@ def load_domains(
     loaded = {c: load_corrupted(folder, c, severity) for c in progress.track(chosen)}
     progress.close()
     labels = next(iter(loaded.values())).labels
-    return Domains(f"{name}-c", severity, {c: x.images for c, x in loaded.items()}, labels)
+    images = {c: x.images for c, x in loaded.items()}
+    return _of(network, classes, Domains(f"{name}-c", severity, images, labels))
+
+
+def _of(network: Network, classes: int, data: Domains) -> Domains:
+    """The data, if they have as many classes as the network."""
+    low, high = int(data.labels.min()), int(data.labels.max())
+    if high + 1 != classes:
+        raise ValueError(
+            f"The labels go from {low} to {high}; {network.name} has {classes} classes. Is it the "
+            "right data set?"
+        )
+    return data

@@ -80,6 +80,8 @@ def mixed_pairs(
 
     At batch size 1 there are no halves and this is `mixed`.
     """
+    if batch_size > 1 and batch_size % 2:
+        raise ValueError(f"mixed-pairs has batch size {batch_size}, expected an even one, or 1.")
     half = max(1, batch_size // 2)
     count = len(labels)
     halves, rest = [], []

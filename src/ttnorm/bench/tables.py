@@ -10,7 +10,7 @@ import csv
 import dataclasses
 import io
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.corruptions import CORRUPTIONS
@@ -61,6 +61,29 @@ def row_name(norm: str, method: str) -> str:
     if method == "none":
         return name
     return method.upper() if norm == "tbn" else f"{method.upper()} + {name}"
+
+
+def split(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Records that belong into one table, by a title for it and the scenario.
+
+    A table has one data set, scenario, severity, network and number of images.
+    """
+    records = list(records)
+
+    def several(dataset: str, value: Callable[[Record], Any]) -> bool:
+        return len({value(r) for r in records if r["dataset"] == dataset}) > 1
+
+    found: dict[tuple[str, str], list[Record]] = {}
+    for r in records:
+        title = [r["dataset"]]
+        if several(r["dataset"], lambda x: x["severity"]):
+            title.append(f"severity {r['severity']}")
+        if several(r["dataset"], lambda x: x["model"]["name"]):
+            title.append(r["model"]["name"])
+        if several(r["dataset"], lambda x: x["config"]["subset"]):
+            title.append(f"{r['config']['subset']} images")
+        found.setdefault((", ".join(title), r["scenario"]), []).append(r)
+    return found
 
 
 def by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> Table:
@@ -132,7 +155,8 @@ def to_markdown(table: Table) -> str:
     for name, cells in table.rows:
         texts = []
         for index, cell in enumerate(cells):
-            text = f"**{_ours(cell)}**" if cell is best[index] else _ours(cell)
+            text = _ours(cell)
+            text = f"**{text}**" if cell.ours is not None and cell is best[index] else text
             texts.append(text + ("" if cell.paper is None else f" ({cell.paper:.2f})"))
         lines.append(f"| {name} | " + " | ".join(texts) + " |")
     return "\n".join([*lines, "", table.note, ""])
@@ -151,7 +175,7 @@ def to_latex(table: Table) -> str:
     for name, cells in table.rows:
         texts = [_ours(cell, r"$\pm$") for cell in cells]
         for index, cell in enumerate(cells):
-            if cell is best[index]:
+            if cell.ours is not None and cell is best[index]:
                 texts[index] = rf"\textbf{{{texts[index]}}}"
         lines.append(" & ".join([name.replace("α", r"$\alpha$"), *texts]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
@@ -184,12 +208,19 @@ def _rows(records: Sequence[Record]) -> list[tuple[str, str]]:
 def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) -> Cell:
     by_seed: dict[int, dict[str, float]] = {}
     for r in records:
-        by_seed.setdefault(r["seed"], {})[r["domain"]] = 100 * r["wrong"] / r["n"]
-    errors = [statistics.mean(e.values()) for e in by_seed.values() if e.keys() == domains]
-    if not errors:
+        errors = by_seed.setdefault(r["seed"], {})
+        if r["domain"] in errors:
+            raise ValueError(
+                f"There are two records of {r['norm']} on {r['domain']} at B = {r['batch_size']}: "
+                "of other severities, networks, alpha files, images or settings. Report on one of "
+                "them at a time."
+            )
+        errors[r["domain"]] = 100 * r["wrong"] / r["n"]
+    means = [statistics.mean(e.values()) for e in by_seed.values() if e.keys() == domains]
+    if not means:
         return Cell(None, None, theirs)
-    deviation = statistics.stdev(errors) if len(errors) > 1 else None
-    return Cell(statistics.mean(errors), deviation, theirs)
+    deviation = statistics.stdev(means) if len(means) > 1 else None
+    return Cell(statistics.mean(means), deviation, theirs)
 
 
 def _as_in_the_paper(records: Sequence[Record]) -> bool:

@@ -68,14 +68,22 @@ def checked_images(images: np.ndarray, labels: list[int], folder: Path) -> Image
 def _official(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:
     ten = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
     layouts = {"cifar-10-batches-py": ten, "cifar-100-python": [split]}
-    for name, files in layouts.items():
-        for root in (folder / name, folder):
-            if (root / files[0]).is_file():
-                parts = [_unpickle(root / file) for file in files]
-                rows = np.concatenate([part["data"] for part in parts])
-                key = "labels" if "labels" in parts[0] else "fine_labels"
-                labels = [label for part in parts for label in part[key]]
-                return rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
+    roots = {
+        root: files
+        for name, files in layouts.items()
+        for root in (folder / name, folder)
+        if (root / files[0]).is_file()
+    }
+    if len(roots) > 1:
+        raise ValueError(
+            f"{folder} holds both CIFAR-10 and CIFAR-100. Name the one that is meant: "
+            f"{' or '.join(map(str, roots))}."
+        )
+    for root, files in roots.items():
+        parts = [_unpickle(root / file) for file in files]
+        rows = np.concatenate([part["data"] for part in parts])
+        labels = [label for part in parts for label in part["labels"]]
+        return rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
     return None
 
 
@@ -85,13 +93,13 @@ def _npm_sheets(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None
         return None
     # one image a row
     rows = [_picture(folder / f"{name}.png").reshape(-1, 32, 32, 3) for name in names]
-    return np.concatenate(rows), json.loads((folder / f"{split}_lables.json").read_text())
+    return np.concatenate(rows), _json(folder / f"{split}_lables.json")
 
 
 def _webp_sheets(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:
     if not (folder / f"{split}_0.webp").is_file():
         return None
-    labels = json.loads((folder / f"{split}_labels.json").read_text())["fine"]
+    labels = _json(folder / f"{split}_labels.json")["fine"]
     return np.concatenate(list(_sheets(folder, split)))[: len(labels)], labels
 
 
@@ -104,6 +112,15 @@ def _sheets(folder: Path, split: str) -> Iterator[np.ndarray]:
         down, across = sheet.shape[0] // 32, sheet.shape[1] // 32
         tiles = sheet.reshape(down, 32, across, 32, 3).transpose(0, 2, 1, 3, 4)
         yield tiles.reshape(-1, 32, 32, 3)
+
+
+def _json(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is truncated or no JSON: {error}") from error
 
 
 def _picture(path: Path) -> np.ndarray:
@@ -134,6 +151,11 @@ def _unpickle(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}.")
     try:
-        return _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="latin1").load()
-    except (pickle.UnpicklingError, EOFError, ValueError) as error:
+        found = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="latin1").load()
+        labels = found["labels"] if "labels" in found else found["fine_labels"]
+        return {"data": np.asarray(found["data"], np.uint8).reshape(-1, 3072), "labels": labels}
+    # whatever a pickle that is none, or of something else, runs into
+    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is truncated or no CIFAR file: {error}") from error
+    except (AttributeError, MemoryError, OverflowError) as error:
+        raise ValueError(f"{path} is damaged or no CIFAR file: {error}") from error

@@ -85,6 +85,8 @@ def make_corrupted(
         check_textures(textures)
     if not len(clean.labels):
         raise ValueError("There are no images to corrupt.")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}, expected at least 1, or None for all cores.")
     folder = Path(folder)
     images = np.ascontiguousarray(clean.images.numpy().transpose(0, 2, 3, 1))
     _claim(folder, images, clean.labels.numpy(), seed)
@@ -170,11 +172,14 @@ def _claim(folder: Path, images: Array, labels: Array, seed: int) -> None:
     }
     note = folder / "corruptions.json"
     if note.is_file():
-        there = json.loads(note.read_text())
+        try:
+            there = json.loads(note.read_text())
+        except ValueError as error:
+            raise ValueError(f"{note} is damaged: {error}. Choose another folder.") from error
         if there != about:
             raise ValueError(
-                f"{folder} holds corruptions of other images or another seed ({there['seed']}, "
-                f"not {seed}). Choose another folder."
+                f"{folder} holds corruptions of other images or another seed than {seed}. Choose "
+                "another folder."
             )
     elif folder.is_dir() and any(folder.glob("*.npy")):
         raise ValueError(
@@ -183,8 +188,11 @@ def _claim(folder: Path, images: Array, labels: Array, seed: int) -> None:
         )
     else:
         folder.mkdir(parents=True, exist_ok=True)
+        unfinished = note.with_suffix(".partial")
+        unfinished.write_text(json.dumps(about) + "\n")
+        os.replace(unfinished, note)
+    if not (folder / "labels.npy").is_file():
         np.save(folder / "labels.npy", np.tile(labels, 5))
-        note.write_text(json.dumps(about) + "\n")
 
 
 def _remove_partial(folder: Path) -> None:

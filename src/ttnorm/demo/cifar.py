@@ -51,7 +51,7 @@ def run(console: Console, output: Path, images: int = IMAGES) -> list[Record]:
         f"3. score on {images} test images under {len(CORRUPTIONS)} corruptions the network has "
         "never seen"
     )
-    path = output / "records.jsonl"
+    path = output / "demo.jsonl"
     path.unlink(missing_ok=True)  # alpha was fitted anew, and so is everything that follows
     jobs = [Job(norm=norm, batch_size=size) for norm in NORMS for size in BATCH_SIZES]
     evaluate(network, data, jobs, RecordFile(path), experiment="demo")
