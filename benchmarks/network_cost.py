@@ -76,14 +76,17 @@ def _costs(
     if size > 1:
         forwards["train"] = batch
     if args.device == "cuda":
+        forwards["fused"] = ttnorm.fuse(adapting)
         time = measure.kernel_seconds(forwards, [x], args.rounds)
     else:
         calls = {name: lambda f=f: f(x) for name, f in forwards.items()}  # type: ignore[misc]
         time = measure.seconds(calls, "cpu", args.rounds)
+    pairs = [("ours", mode) for mode in ("eval", "train") if mode in time]
+    pairs += [("fused", "eval")] if "fused" in time else []
     records = []
-    for mode in list(forwards)[1:]:
-        label = f"{case}, time against {mode}-mode BatchNorm"
-        ours, other = 1e3 * time["ours"], 1e3 * time[mode]
+    for who, mode in pairs:
+        label = f"{case}, {'fused, ' * (who == 'fused')}time against {mode}-mode BatchNorm"
+        ours, other = 1e3 * time[who], 1e3 * time[mode]
         records.append(measure.record("network_cost", label, ours, "ms", other, args.device))
     return records
 

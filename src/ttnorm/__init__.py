@@ -5,6 +5,7 @@ from .artefact import load_, save
 from .augment import domain_shift, prior_shift
 from .export import to_exported_program, to_onnx
 from .fold import fold_
+from .fuse import fuse
 from .layers import TTNorm1d, TTNorm2d, TTNorm3d
 from .posttrain import PostTrainConfig, PostTrainResult, optimise_alpha, post_train_
 from .prior import estimate_prior
@@ -24,6 +25,7 @@ __all__ = [
     "estimate_prior",
     "fold_",
     "functional",
+    "fuse",
     "isolated",
     "load_",
     "optimise_alpha",

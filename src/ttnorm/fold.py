@@ -10,10 +10,11 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from .layers import TTNormAct2d, TTNormBase
 from .surgery import ttn_layers, unwrap
+from .tracing import trace
 
 _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -61,22 +62,9 @@ def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
     return folded
 
 
-class _Tracer(fx.Tracer):
-    """Sees layers as wholes, ours included."""
-
-    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return isinstance(module, TTNormBase) or super().is_leaf_module(module, name)
-
-
 def _preceding(model: nn.Module) -> dict[str, nn.Module]:
     """The foldable layer right before each norm, where there is one that serves nothing else."""
-    try:
-        graph = _Tracer().trace(model)
-    except Exception as error:  # torch.fx raises whatever the network's forward does
-        raise ValueError(
-            f"torch.fx cannot trace {type(model).__name__} ({error}), so it is not known what "
-            "comes before its layers. Fold the traceable part of it on its own."
-        ) from error
+    graph = trace(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {id(module): name for name, module in model.named_modules()}
     nodes = [node for node in graph.nodes if node.op == "call_module"]

@@ -69,11 +69,17 @@ def forward(
     group_size: int | None,
     cross_term: bool,
     given: tuple[Tensor, Tensor] | None = None,
+    *,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. 2: the output, and the moments that were mixed in.
 
     Args:
         given: the batch's mean and variance, (C,) or (groups, C), instead of x's own.
+        residual: of x's shape, added to the output in the same pass. There is no backward for it,
+            nor for relu.
+        relu: whether to cut the output off at 0, after that.
     """
     x, g = _geometry(x, group_size)
     mean, var = moments(x, group_size) if given is None else given
@@ -85,9 +91,13 @@ def forward(
     options: dict[str, Any] = {
         "AFFINE": weight is not None,
         "CROSS_TERM": cross_term,
+        "RESIDUAL": residual is not None,
+        "RELU": relu,
         "num_warps": WARPS,
     }
-    tensors = (x, y, mean, var, *per_channel, weight, bias)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=memory_format(x))
+    tensors = (x, y, mean, var, *per_channel, weight, bias, residual)
     if g.interleaved:
         blocks = g.tile()
         tiles = _cdiv(g.units, blocks["BLOCK_M"])

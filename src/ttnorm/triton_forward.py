@@ -163,8 +163,9 @@ def merge_slabs(
 @triton.jit
 def normalise_rows(
     x_ptr, y_ptr, batch_mean_ptr, batch_var_ptr, alpha_ptr, source_mean_ptr, source_var_ptr,
-    weight_ptr, bias_ptr, eps, rows, C, S_over_vec, B,
-    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    weight_ptr, bias_ptr, residual_ptr, eps, rows, C, S_over_vec, B,
+    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
     """Mix, then normalise BLOCK_R rows of BLOCK_S pixels."""
@@ -189,14 +190,19 @@ def normalise_rows(
         y = (x - mean[:, None]) * scale[:, None] + bias[:, None]
     else:
         y = (x - mean[:, None]) * scale[:, None]
+    if RESIDUAL:
+        y += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if RELU:
+        y = tl.where(y < 0, 0.0, y)  # and NaN stays NaN, as in torch
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def normalise_interleaved(
     x_ptr, y_ptr, batch_mean_ptr, batch_var_ptr, alpha_ptr, source_mean_ptr, source_var_ptr,
-    weight_ptr, bias_ptr, eps, C_over_vec, units, units_in_all, tiles,
-    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    weight_ptr, bias_ptr, residual_ptr, eps, C_over_vec, units, units_in_all, tiles,
+    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
     """Mix, then normalise BLOCK_M pixels of one group and BLOCK_C channels; `tiles` a group."""
@@ -221,4 +227,8 @@ def normalise_interleaved(
         y = (x - mean[None, :]) * scale[None, :] + bias[None, :]
     else:
         y = (x - mean[None, :]) * scale[None, :]
+    if RESIDUAL:
+        y += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if RELU:
+        y = tl.where(y < 0, 0.0, y)  # and NaN stays NaN, as in torch
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)

@@ -10,7 +10,9 @@ import sys
 import pytest
 import torch
 
+import ttnorm
 from ttnorm import functional, kernels, operators
+from ttnorm.fuse import NormRelu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda.py runs them for real")
@@ -145,6 +147,18 @@ def test_given_moments_are_constants(channels_last):
     close(grad, leaf.grad)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_relu_and_residual_in_the_same_pass(channels_last, with_residual):
+    x, *rest = problem((5, 3, 4, 5), channels_last)
+    residual = torch.randn(x.shape) if with_residual else None
+    found, *_ = kernels.forward(x, *rest, 1e-5, 2, True, residual=residual, relu=True)
+    expected, *_ = kernels.forward(x, *rest, 1e-5, 2, True)
+    expected = expected if residual is None else expected + residual
+    assert torch.allclose(found, expected.relu(), atol=1e-6)
+    assert 0.2 < (found == 0).float().mean() < 0.8
+
+
 def test_a_layout_that_is_neither_is_copied():
     x, *rest = problem((4, 6, 5, 3))
     strange = x.transpose(2, 3)
@@ -181,6 +195,13 @@ class TestOperators:
     @pytest.fixture(autouse=True)
     def _on_the_cpu(self, monkeypatch):
         monkeypatch.setattr(kernels, "usable", lambda x: x.dtype == torch.float32)
+
+    def test_a_fused_network_uses_them_too(self):
+        norm = ttnorm.convert_(torch.nn.Sequential(torch.nn.BatchNorm2d(3)), 0.4)[0]
+        x, residual = torch.randn(2, 6, 3, 4, 4)
+        with torch.no_grad():
+            expected = torch.relu(norm(x) + residual)
+            assert torch.allclose(NormRelu(norm)(x, residual), expected, atol=1e-6)
 
     def layer(self, x, weight, bias, alpha, mean, var, group_size=None):
         return functional.test_time_norm(x, mean, var, weight, bias, alpha, group_size=group_size)
@@ -225,9 +246,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ttnorm import triton_backward, triton_forward
 
-constants = dict(FINAL=False, AFFINE=True, CROSS_TERM=True, GIVEN=False, VEC=4, BLOCK_N=4,
+constants = dict(FINAL=False, AFFINE=True, CROSS_TERM=True, GIVEN=False, RESIDUAL=True,
+                 RELU=True, VEC=4, BLOCK_N=4,
                  BLOCK_S=256, BLOCK_M=32, BLOCK_C=32, BLOCK_P=64, BLOCK_R=4)
-data = ("x_ptr", "y_ptr", "grad_ptr", "out_ptr")
+data = ("x_ptr", "y_ptr", "grad_ptr", "out_ptr", "residual_ptr")
 for module in (triton_forward, triton_backward):
     for name, kernel in vars(module).items():
         if not isinstance(kernel, triton.JITFunction) or name in ("mix", "units_of_group"):

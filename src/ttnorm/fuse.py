@@ -1,0 +1,121 @@
+"""Fusing: a norm, the residual that is added to it and the ReLU after it, in one pass.
+
+For inference on a GPU, where reading and writing activations is what time is spent on.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from . import kernels
+from .arguments import check_arguments
+from .layers import TTNormAct2d, TTNormBase
+from .surgery import unwrap
+from .tracing import trace
+
+_ADD = (operator.add, operator.iadd, torch.add)
+_RELU = (F.relu, torch.relu, torch.relu_)
+
+
+def fuse(model: nn.Module) -> fx.GraphModule:
+    """A copy of the network's graph in which norms do what follows them in the same pass.
+
+    That is a ReLU, or an addition and a ReLU. Parameters are shared with the network; outputs are
+    the same to rounding. Where kernels cannot be used (on a CPU, or with gradients), the copy does
+    the same step by step.
+
+    Args:
+        model: a converted network that torch.fx can trace.
+
+    Example:
+        >>> from ttnorm import convert_
+        >>> model = convert_(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), 0.1)
+        >>> [type(m).__name__ for m in fuse(model).children() if isinstance(m, NormRelu)]
+        ['NormRelu']
+    """
+    model = unwrap(model)
+    graph = trace(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    fused = fx.GraphModule(model, graph)
+    for relu in [node for node in graph.nodes if _is_relu(node, modules)]:
+        norm, residual = _norm_before(relu.all_input_nodes[0], modules)
+        if norm is None:
+            continue
+        target = str(norm.target)
+        name = f"{target.replace('.', '_')}_relu"
+        fused.add_submodule(name, NormRelu(modules[target]))
+        inputs = (norm.all_input_nodes[0], *([] if residual is None else [residual]))
+        with graph.inserting_before(relu):
+            relu.replace_all_uses_with(graph.call_module(name, inputs))
+        for node in (relu, *([] if residual is None else [relu.all_input_nodes[0]]), norm):
+            graph.erase_node(node)
+    graph.lint()
+    fused.recompile()
+    return fused
+
+
+class NormRelu(nn.Module):
+    """relu(norm(x) + residual), the residual being optional."""
+
+    def __init__(self, norm: TTNormBase) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        norm = self.norm
+        fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+        if torch.is_grad_enabled() or norm.sync or not fits or not kernels.usable(x) or not len(x):
+            y = norm(x)
+            return F.relu(y if residual is None else y + residual)
+        tensors = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        alpha = check_arguments(x, *tensors, norm.alpha, norm.group_size)
+        return kernels.forward(
+            x,
+            norm.weight,
+            norm.bias,
+            alpha,
+            norm.running_mean,
+            norm.running_var,
+            norm.eps,
+            norm.group_size,
+            norm.cross_term,
+            residual=residual,
+            relu=True,
+        )[0]
+
+
+def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    if len(node.all_input_nodes) != 1:
+        return False
+    if node.op == "call_module":
+        return type(modules[str(node.target)]) is nn.ReLU
+    if node.op == "call_method":
+        return node.target in ("relu", "relu_")
+    return node.op == "call_function" and node.target in _RELU
+
+
+def _norm_before(
+    node: fx.Node, modules: dict[str, nn.Module]
+) -> tuple[fx.Node | None, fx.Node | None]:
+    """The norm whose output this is, alone or added to something, if it goes nowhere else."""
+    if _is_norm(node, modules):
+        return node, None
+    added = node.op == "call_function" and node.target in _ADD and len(node.args) == 2
+    if added and len(node.users) == 1 and not node.kwargs:
+        first, second = node.all_input_nodes if len(node.all_input_nodes) == 2 else (node, node)
+        for norm, other in ((first, second), (second, first)):
+            if _is_norm(norm, modules):
+                return norm, other
+    return None, None
+
+
+def _is_norm(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    if node.op != "call_module" or len(node.users) != 1 or len(node.all_input_nodes) != 1:
+        return False
+    module = modules[str(node.target)]
+    hooks = any(module.__dict__[name] for name in module.__dict__ if "_hooks" in name)
+    return isinstance(module, TTNormBase) and not isinstance(module, TTNormAct2d) and not hooks

@@ -1,0 +1,84 @@
+"""A fused network says what the network says, with fewer steps."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import ttnorm
+from ttnorm.fuse import NormRelu
+from ttnorm.models.wide_resnet import WideResNet
+
+
+def fused_norms(model):
+    return [m for m in model.modules() if isinstance(m, NormRelu)]
+
+
+def settle(model):
+    """Statistics and weights that are not those of a fresh layer."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+            nn.init.uniform_(module.running_mean, -0.3, 0.3)
+    return ttnorm.convert_(model.eval(), 0.3)
+
+
+@pytest.mark.parametrize(
+    ("build", "norms", "residuals"),
+    [
+        (lambda: WideResNet(10, 1, 10), 7, 0),  # every norm has a ReLU after it
+        (torchvision.models.resnet18, 17, 8),  # nine norms and eight sums
+        (torchvision.models.mobilenet_v2, 0, 0),  # ReLU6 is another matter
+    ],
+)
+@torch.no_grad()
+def test_networks_give_the_same_outputs(build, norms, residuals):
+    model = settle(build())
+    fused = ttnorm.fuse(model)
+    x = torch.rand(6, 3, 32, 32)
+    assert torch.allclose(fused(x), model(x), atol=1e-4)
+    with ttnorm.isolated(model, 2), ttnorm.isolated(fused, 2):
+        assert torch.allclose(fused(x), model(x), atol=1e-4)
+    nodes = [n for n in fused.graph.nodes if n.op == "call_module" and n.name.endswith("_relu")]
+    assert len(fused_norms(fused)) == len(nodes) == norms
+    assert sum(len(node.args) == 2 for node in nodes) == residuals
+
+
+def test_parameters_are_shared_and_the_network_is_untouched():
+    model = settle(WideResNet(10, 1, 10))
+    names = list(model.state_dict())
+    fused = ttnorm.fuse(model)
+    assert list(model.state_dict()) == names
+    assert {id(p) for p in fused.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_gradients_are_those_of_the_network():
+    model = settle(WideResNet(10, 1, 10))
+    x = torch.rand(4, 3, 32, 32)
+    grads = []
+    for network in (model, ttnorm.fuse(model)):
+        model.zero_grad()
+        network(x).square().sum().backward()
+        grads.append(model.conv1.weight.grad.clone())
+    assert torch.allclose(*grads, rtol=1e-4, atol=1e-5)
+
+
+class Used(nn.Module):
+    """A norm whose output is wanted as it is, besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return torch.relu(y) + y
+
+
+def test_a_norm_that_goes_elsewhere_too_is_left_alone():
+    model = settle(Used())
+    fused = ttnorm.fuse(model)
+    x = torch.rand(2, 3, 4, 4)
+    assert torch.equal(fused(x), model(x))
+    assert not fused_norms(fused)
