@@ -104,9 +104,9 @@ def _norm_before(
     """The norm whose output this is, alone or added to something, if it goes nowhere else."""
     if _is_norm(node, modules):
         return node, None
-    added = node.op == "call_function" and node.target in _ADD and len(node.args) == 2
-    if added and len(node.users) == 1 and not node.kwargs:
-        first, second = node.all_input_nodes if len(node.all_input_nodes) == 2 else (node, node)
+    added = node.op == "call_function" and node.target in _ADD and not node.kwargs
+    if added and len(node.users) == 1 and len(node.all_input_nodes) == 2:
+        first, second = node.all_input_nodes
         for norm, other in ((first, second), (second, first)):
             if _is_norm(norm, modules):
                 return norm, other

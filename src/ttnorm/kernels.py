@@ -150,7 +150,7 @@ def backward(
     else:
         grid = (g.groups * g.slabs * g.channels,)
         _backward_code().slab_gradients_rows[grid](
-            grad, x, total, centred, *mixed, g.channels, g.across, *sizes,
+            grad, x, total, centred, *mixed, g.channels, g.part_across, g.parts, *sizes,
             **g.slab_tile(), **options,
         )  # fmt: skip
     coefficients = x.new_empty((4, g.groups, g.channels), dtype=torch.float32)
@@ -182,7 +182,7 @@ def _moments(x: Tensor, g: _Geometry, mean: Tensor, var: Tensor) -> None:
         )
     else:
         _forward_code().slab_moments_rows[(g.groups * g.slabs * g.channels,)](
-            x, slab_mean, slab_m2, g.channels, g.across, *sizes,
+            x, slab_mean, slab_m2, g.channels, g.part_across, g.parts, *sizes,
             FINAL=final, num_warps=WARPS, **g.slab_tile(),
         )  # fmt: skip
     if not final:
@@ -241,9 +241,24 @@ class _Geometry:
         return (self.channels if self.interleaved else self.pixels) // self.vector
 
     @property
+    def parts(self) -> int:
+        """Equal parts of a sample in rows: more than 1 where it is too long for one program."""
+        parts = 1
+        while not self.interleaved and self.pixels % (32 * parts) == 0:
+            if self.pixels // parts <= SLAB:
+                break
+            parts *= 2
+        return parts
+
+    @property
+    def part_across(self) -> int:
+        """A part of a sample in rows, in vectors; parts are multiples of 16 unless there is one."""
+        return self.pixels // self.parts // self.vector
+
+    @property
     def per_unit(self) -> int:
-        """Values of one channel in a unit: a sample's, or one pixel's."""
-        return 1 if self.interleaved else self.pixels
+        """Values of one channel in a unit: one pixel's, or those of a part of a sample."""
+        return 1 if self.interleaved else self.pixels // self.parts
 
     @property
     def units(self) -> int:
@@ -256,7 +271,7 @@ class _Geometry:
 
     @property
     def slab_units(self) -> int:
-        across = self.tile()["BLOCK_C"] if self.interleaved else self.pixels
+        across = self.tile()["BLOCK_C"] if self.interleaved else self.per_unit
         wanted = max(1, SLAB // across)
         return min(self.units, max(wanted, _cdiv(self.units, MOST_SLABS)))
 
@@ -280,10 +295,10 @@ class _Geometry:
         return tile | {"VEC": self.vector}
 
     def slab_tile(self) -> dict[str, int]:
-        """Samples x pixels of one channel."""
-        across = min(_power_of_2(self.pixels), 1024, TILE)
-        samples = min(_power_of_2(self.slab_units), TILE // across)
-        return {"BLOCK_N": samples, "BLOCK_S": across, "VEC": self.vector}
+        """Parts of samples x pixels of one channel."""
+        across = min(_power_of_2(self.per_unit), 1024, TILE)
+        rows = min(_power_of_2(self.slab_units), TILE // across)
+        return {"BLOCK_N": rows, "BLOCK_S": across, "VEC": self.vector}
 
     def merge_tile(self) -> dict[str, int]:
         """Slabs x channels."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_forward import mix, units_of_group
+from .triton_forward import mix, unit_in_rows, units_of_group
 
 
 @triton.jit
 def slab_gradients_rows(
     grad_ptr, x_ptr, total_ptr, centred_ptr, batch_mean_ptr, batch_var_ptr, alpha_ptr,
-    source_mean_ptr, source_var_ptr, C, S_over_vec, units, units_in_all, R, P,
+    source_mean_ptr, source_var_ptr, C, L_over_vec, K, units, units_in_all, R, P,
     CROSS_TERM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Sums over one slab of grad and of grad * (x - mean), for one channel."""
-    S = S_over_vec * VEC  # so that the compiler knows what divides it
+    L = L_over_vec * VEC
     pid = tl.program_id(0).to(tl.int64)
     channel, slab = pid % C, pid // C
     group = slab // P
@@ -25,13 +25,13 @@ def slab_gradients_rows(
     )  # fmt: skip
     begin = group * units + (slab % P) * R
     end = tl.minimum(begin + R, group * units + units_of_group(group, units, units_in_all))
-    sample, pixel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_S)[None, :]
+    row, pixel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_S)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_S), tl.float32)
     centred = tl.zeros((BLOCK_N, BLOCK_S), tl.float32)
     for n in range(begin, end, BLOCK_N):
-        for s in range(0, S, BLOCK_S):
-            inside = (n + sample < end) & (s + pixel < S)
-            place = ((n + sample) * C + channel) * S + s + pixel
+        for s in range(0, L, BLOCK_S):
+            inside = (n + row < end) & (s + pixel < L)
+            place = unit_in_rows(n + row, channel, C, K) * L + s + pixel
             grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
             x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
             total += grad

@@ -5,8 +5,9 @@ sample side by side. Interleaved (channels last, and (N, C)): the C channels of 
 side. Each pass has a kernel for either.
 
 Statistics are reduced in slabs: a slab is a stretch of one group, R units long, and a unit is a
-sample (rows) or a pixel (interleaved). Each slab's moments are exact for the slab, and slabs are
-merged by the law of total variance, so no precision is lost however many values there are.
+pixel (interleaved) or one of the K equal parts of a sample, mostly the whole (rows). Each slab's
+moments are exact for the slab, and slabs are merged by the law of total variance, so no precision
+is lost however many values there are.
 
 Everything is computed in float32. Names: C channels, S pixels a sample, B samples a group (all of
 them without groups), P slabs a group.
@@ -54,38 +55,43 @@ def units_of_group(group, units, units_in_all):
 
 
 @triton.jit
+def unit_in_rows(unit, channel, C, K):
+    """Where a unit's pixels of one channel begin, in units: a sample's K parts lie side by side."""
+    return (unit // K * C + channel) * K + unit % K
+
+
+@triton.jit
 def slab_moments_rows(
-    x_ptr, mean_ptr, m2_ptr, C, S_over_vec, units, units_in_all, R, P,
+    x_ptr, mean_ptr, m2_ptr, C, L_over_vec, K, units, units_in_all, R, P,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, FINAL: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Mean and sum of squared deviations of one channel in one slab (the variance, if FINAL)."""
-    S = S_over_vec * VEC  # so that the compiler knows what divides it
+    L = L_over_vec * VEC  # a unit's pixels; so that the compiler knows what divides them
     pid = tl.program_id(0).to(tl.int64)
     channel, slab = pid % C, pid // C
     group = slab // P
     begin = group * units + (slab % P) * R
     end = tl.minimum(begin + R, group * units + units_of_group(group, units, units_in_all))
-    sample, pixel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_S)[None, :]
+    row, pixel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_S)[None, :]
 
     # Deviations are summed from the mean of the first tile, which lies near the slab's.
-    inside = (begin + sample < end) & (pixel < S)
+    inside = (begin + row < end) & (pixel < L)
     first = tl.load(
-        x_ptr + ((begin + sample) * C + channel) * S + pixel, mask=inside, other=0.0
+        x_ptr + unit_in_rows(begin + row, channel, C, K) * L + pixel, mask=inside, other=0.0
     ).to(tl.float32)
-    in_tile = tl.minimum(end - begin, BLOCK_N) * tl.minimum(S, BLOCK_S)
+    in_tile = tl.minimum(end - begin, BLOCK_N) * tl.minimum(L, BLOCK_S)
     pivot = tl.sum(tl.sum(first, 1), 0) / tl.maximum(in_tile, 1).to(tl.float32)
     total = tl.zeros((BLOCK_N, BLOCK_S), tl.float32)
     squares = tl.zeros((BLOCK_N, BLOCK_S), tl.float32)
     for n in range(begin, end, BLOCK_N):
-        for s in range(0, S, BLOCK_S):
-            inside = (n + sample < end) & (s + pixel < S)
-            x = tl.load(
-                x_ptr + ((n + sample) * C + channel) * S + s + pixel, mask=inside, other=0.0
-            ).to(tl.float32)
+        for s in range(0, L, BLOCK_S):
+            inside = (n + row < end) & (s + pixel < L)
+            place = unit_in_rows(n + row, channel, C, K) * L + s + pixel
+            x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
             deviation = tl.where(inside, x - pivot, 0.0)
             total += deviation
             squares += deviation * deviation
-    count = tl.maximum((end - begin) * S, 1).to(tl.float32)  # 0 past the end of a ragged group
+    count = tl.maximum((end - begin) * L, 1).to(tl.float32)  # 0 past the end of a ragged group
     offset = tl.sum(tl.sum(total, 1), 0) / count
     m2 = tl.sum(tl.sum(squares, 1), 0) - count * offset * offset
     m2 = tl.where(m2 < 0, 0.0, m2)  # by rounding; NaN stays NaN

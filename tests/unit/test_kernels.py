@@ -26,7 +26,7 @@ def _small_pieces(monkeypatch):
     monkeypatch.setattr(kernels, "MOST_SLABS", 8)
 
 
-SHAPES = [(5, 3, 4, 5), (7, 6), (4, 5, 9), (3, 4, 2, 3, 3), (9, 20, 3, 3)]
+SHAPES = [(5, 3, 4, 5), (7, 6), (4, 5, 9), (3, 4, 2, 3, 3), (9, 20, 3, 3), (3, 2, 16, 32)]
 
 
 def problem(shape, channels_last=False, dtype=torch.float32, seed=0):
@@ -185,6 +185,14 @@ class TestGeometry:
             assert sizes[0] * sizes[1] <= 16384
             assert all(size & (size - 1) == 0 for size in sizes)
 
+    def test_a_long_sample_is_cut_into_parts(self, monkeypatch):
+        monkeypatch.setattr(kernels, "SLAB", 16384)
+        for pixels, parts in ((512 * 1024, 32), (224 * 224, 4), (112 * 112, 1), (333 * 333, 1)):
+            _, g = kernels._geometry(torch.empty(1, 2, pixels, device="meta"), None)
+            assert g.parts == parts
+            assert g.part_across * g.vector * parts == pixels
+            assert g.units == parts
+
     def test_what_is_side_by_side_is_divided_by_its_vector(self):
         for shape, vector in (((2, 3, 14, 14), 4), ((2, 3, 32, 32), 16), ((2, 3, 7, 7), 1)):
             _, g = kernels._geometry(torch.empty(shape), None)
@@ -249,10 +257,11 @@ from ttnorm import triton_backward, triton_forward
 constants = dict(FINAL=False, AFFINE=True, CROSS_TERM=True, GIVEN=False, RESIDUAL=True,
                  RELU=True, VEC=4, BLOCK_N=4,
                  BLOCK_S=256, BLOCK_M=32, BLOCK_C=32, BLOCK_P=64, BLOCK_R=4)
+HELPERS = ("mix", "units_of_group", "unit_in_rows")
 data = ("x_ptr", "y_ptr", "grad_ptr", "out_ptr", "residual_ptr")
 for module in (triton_forward, triton_backward):
     for name, kernel in vars(module).items():
-        if not isinstance(kernel, triton.JITFunction) or name in ("mix", "units_of_group"):
+        if not isinstance(kernel, triton.JITFunction) or name in HELPERS:
             continue
         types = {}
         for name in kernel.arg_names:
