@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from . import kernels
 from .artefact import read_safetensors, write_atomically
 from .batches import Loader, Loss, batches, scalar
 from .capture import Repeated
@@ -101,16 +102,15 @@ class Fit:
             self.call = DistributedDataParallel(self.network, broadcast_buffers=False)
             for layer in layers.values():
                 layer.sync = layer.sync or config.sync_statistics
-        # on a GPU the rate and the count of steps live there too, as a recorded step needs
-        cuda = self.device.type == "cuda"
-        self.lr = torch.tensor(config.lr, device=self.device)
-        self.optimiser = torch.optim.Adam(
-            [self.network.theta], lr=self.lr if cuda else config.lr, capturable=cuda
-        )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "float16")
         alone = world_size() == 1 and not self.scaler.is_enabled()
+        self.recorded = kernels.ENABLED and alone and self.device.type == "cuda"
+        # a recorded step needs the rate, and the count of steps, on the GPU
+        self.lr = torch.tensor(config.lr, device=self.device)
+        lr = self.lr if self.recorded else config.lr
+        self.optimiser = torch.optim.Adam([self.network.theta], lr=lr, capturable=self.recorded)
         self.descend: Callable[..., Tensor] = self._descend
-        if cuda and alone:
+        if self.recorded:
             # a graph for every batch size that is drawn
             self.descend = Repeated(self._descend, most=200 if config.dynamic_batch else 8)
 
@@ -207,7 +207,7 @@ class Fit:
     def _set_lr(self, progress: float) -> None:
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         lr = self.config.lr * (cosine if self.config.schedule == "cosine" else 1.0)
-        if self.device.type == "cuda":
+        if self.recorded:
             self.lr.fill_(lr)
         else:
             self.optimiser.param_groups[0]["lr"] = lr
@@ -248,7 +248,7 @@ class Fit:
         if "step" in state.tensors:
             moments = {n: state.tensors[n].to(self.device) for n in ("exp_avg", "exp_avg_sq")}
             step = state.tensors["step"]
-            adam = {"step": step.to(self.device) if self.device.type == "cuda" else step, **moments}
+            adam = {"step": step.to(self.device) if self.recorded else step, **moments}
             self.optimiser.state[self.network.theta] = adam
         self.history[:] = state.metadata["history"]
         self.scaler.load_state_dict(state.metadata["scaler"])

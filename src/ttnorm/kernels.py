@@ -1,8 +1,8 @@
 """Fused Triton kernels behind `functional.test_time_norm`, and the rule that picks them.
 
 Forward: the moments of slabs, merged to those of groups, then mixing and normalising in one pass;
-two reads and one write of x in all. Backward: likewise. On CUDA they are chosen by themselves;
-TTNORM_KERNELS=eager in the environment switches them off.
+two reads and one write of x in all. Backward: likewise. TTNORM_KERNELS=triton in the environment
+switches them on, for batches on CUDA, and with them the recording of steps as CUDA graphs.
 
 Moments may also be given instead of computed, for statistics that come from elsewhere.
 """
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-ENABLED = os.environ.get("TTNORM_KERNELS", "auto") != "eager"
+ENABLED = os.environ.get("TTNORM_KERNELS", "eager") == "triton"
 Result = TypeVar("Result")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None

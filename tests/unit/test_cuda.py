@@ -14,8 +14,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 @pytest.fixture(autouse=True)
-def _exact_convolutions(monkeypatch):
+def _exact_convolutions_and_our_kernels(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(kernels, "ENABLED", True)
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 3])

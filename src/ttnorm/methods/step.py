@@ -1,8 +1,8 @@
 """The step that gradient methods share: a window of batches, forward to update, at once.
 
 Parameters stay as they are inside a window, so all its batches are one forward with groups and one
-backward, exactly as if their gradients had been accumulated one by one. On a GPU the whole step is
-recorded as a CUDA graph.
+backward, exactly as if their gradients had been accumulated one by one. On a GPU the whole step can
+be recorded as a CUDA graph: see `kernels`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .. import kernels
 from ..capture import Repeated
 from ..surgery import isolated
 
@@ -35,7 +36,7 @@ class AdaptationStep:
     ) -> None:
         self.model, self.optimiser, self.loss = model, optimiser, loss
         self.batch_size = batch_size
-        self._run = Repeated(self._step)
+        self._run = Repeated(self._step) if kernels.ENABLED else self._step
 
     def __call__(self, x: Tensor) -> Tensor:
         """The outputs, as they are before the update; valid until the next call."""
