@@ -148,17 +148,13 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 def short_fingerprint(model: nn.Module) -> str:
     """Twelve letters that tell networks apart."""
-    return _short(fingerprint(model)["statistics"])
+    return next(iter(fingerprint(model)["statistics"].values()))[:12]
 
 
 def short_checksum(path: str | os.PathLike[str]) -> str:
     """Twelve letters that tell alpha files apart."""
     alpha, metadata = read(path)
     return checksum(alpha, metadata)[:12]
-
-
-def _short(statistics: Mapping[str, str]) -> str:
-    return next(iter(statistics.values()))[:12]
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -261,7 +261,7 @@ class _TestTimeNorm(torch.autograd.Function):
                 grad, x, weight, alpha, *moments, eps, group_size, cross_term,
                 needs_input=ctx.needs_input_grad[0],
             )  # fmt: skip
-            return *_in_dtypes_of(fused, weight, ctx.bias_dtype, alpha), *[None] * 6
+            return *operators.in_dtypes_of(fused, weight, ctx.bias_dtype, alpha), *[None] * 6
         grad = grad.contiguous(memory_format=kernels.memory_format(x))
         a, source_mean, source_var = _cast(batch_mean.dtype, alpha, source_mean, source_var)
         mean, var = mix_moments(
@@ -299,7 +299,7 @@ class _TestTimeNorm(torch.autograd.Function):
                 scale = groups.per_sample(scale, x.shape[0], group_size)
             grad_x.addcmul_(grad, _unsqueeze_like(scale, x))
         grads = (grad_x, _sum_to_channels(grad_weight), _sum_to_channels(grad_bias), grad_alpha)
-        return *_in_dtypes_of(grads, weight, ctx.bias_dtype, alpha), *[None] * 6
+        return *operators.in_dtypes_of(grads, weight, ctx.bias_dtype, alpha), *[None] * 6
 
 
 def _forward(
@@ -333,22 +333,6 @@ def _as_operator(x: Tensor, process_group: dist.ProcessGroup | None) -> bool:
     if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False
     return kernels.usable(x) and process_group is None
-
-
-def _in_dtypes_of(
-    grads: tuple[Tensor | None, Tensor, Tensor, Tensor | None],
-    weight: Tensor | None,
-    bias_dtype: torch.dtype | None,
-    alpha: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight, bias and alpha, as their owners want them."""
-    grad_x, grad_weight, grad_bias, grad_alpha = grads
-    return (
-        grad_x,
-        None if weight is None else grad_weight.to(weight.dtype),
-        None if bias_dtype is None else grad_bias.to(bias_dtype),
-        None if grad_alpha is None else grad_alpha.to(alpha.dtype),
-    )
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:

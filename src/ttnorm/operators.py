@@ -106,15 +106,23 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, alpha, *moments = ctx.saved_tensors
-    grad_x, grad_weight, grad_bias, grad_alpha = _backward(
-        grad, x, weight, alpha, *moments, *ctx.options
-    )
+    grads = _backward(grad, x, weight, alpha, *moments, *ctx.options)
+    return *in_dtypes_of(grads, weight, ctx.bias_dtype, alpha), *[None] * 5
+
+
+def in_dtypes_of(
+    grads: tuple[Tensor | None, Tensor, Tensor, Tensor | None],
+    weight: Tensor | None,
+    bias_dtype: torch.dtype | None,
+    alpha: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight, bias and alpha, as their owners want them."""
+    grad_x, grad_weight, grad_bias, grad_alpha = grads
     return (
         grad_x,
         None if weight is None else grad_weight.to(weight.dtype),
-        None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype),
-        grad_alpha.to(alpha.dtype),
-        *[None] * 5,
+        None if bias_dtype is None else grad_bias.to(bias_dtype),
+        None if grad_alpha is None else grad_alpha.to(alpha.dtype),
     )
 
 

@@ -69,7 +69,8 @@ def test_only_what_serves_nothing_else_is_folded():
 
 
 def test_an_activation_stays():
-    timm = pytest.importorskip("timm")
+    import timm
+
     norm = timm.layers.BatchNormAct2d(4)
     model = ttnorm.convert_(nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), norm).eval(), 0.0)
     x = torch.rand(2, 3, 5, 5)
