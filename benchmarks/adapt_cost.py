@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _step(device: str, batch_size: int) -> AdaptationStep:
-    model = zoo.load(NAME).to(device)
+    model = zoo.load(NAME, device)
     ttnorm.load_(model, zoo.alpha_files(NAME)["ttn"])
     model.requires_grad_(False)
     parameters = [p for layer in ttn_layers(model).values() for p in (layer.weight, layer.bias)]

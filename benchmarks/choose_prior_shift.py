@@ -40,7 +40,7 @@ def main() -> None:
     blocks = [x.float() / 255 for x in images[-2000:].split(200)]
     shift = Generator().manual_seed(1)
     blocks = [ttnorm.domain_shift(x, shift, per="batch") for x in blocks]
-    model = zoo.load(args.network).to(args.device)
+    model = zoo.load(args.network, args.device)
     records = []
     for invert in INVERT:
         prior = ttnorm.estimate_prior(

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1000)
     args = parser.parse_args()
     name = "wrn40_2-cifar10"
-    network = Network(name, zoo.load(name).to(args.device), zoo.alpha_files(name))
+    network = Network(name, zoo.load(name, args.device), zoo.alpha_files(name))
     test = load_cifar(ASSETS / "cifar10", "test")
     data = Domains("cifar10", 0, {"clean": test.images}, test.labels)
     data = data.subset(args.images).to(args.device)

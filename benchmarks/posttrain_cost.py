@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=250)
     args = parser.parse_args()
-    model = zoo.load("wrn40_2-cifar10").to(args.device)
+    model = zoo.load("wrn40_2-cifar10", args.device)
     images = torch.randint(0, 256, (200 * args.steps, 3, 32, 32), dtype=torch.uint8)
     labels = torch.randint(0, 10, (len(images),))
     loader = DeviceLoader(images.to(args.device), labels.to(args.device), 200)

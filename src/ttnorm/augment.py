@@ -3,6 +3,9 @@
 An augmentation is any function `augment(images, generator) -> images` on (N, C, H, W) in [0, 1], on
 any device. All randomness comes from the generator. Transforms of colour (saturation, hue,
 grayscale) apply to images of three channels; with any other number they are left out.
+
+Nothing here waits for a GPU or copies to it, given numbers that were drawn beforehand (`Drawn`), so
+that a step of post-training can be recorded with its shift.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from .distributed import rank, world_size
@@ -21,9 +25,24 @@ Augment = Callable[[Tensor, Generator | None], Tensor]
 Per = Literal["batch", "image"]
 
 
+class Drawn:
+    """Random numbers that were drawn beforehand, in place of a generator of the shifts below.
+
+    Args:
+        numbers: uniform in [0, 1), on the images' device; see `numbers_drawn`.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers, self.taken = numbers, 0
+
+    def take(self, count: int) -> Tensor:
+        self.taken += count
+        return self.numbers[self.taken - count : self.taken]
+
+
 def prior_shift(
     images: Tensor,
-    generator: Generator | None = None,
+    generator: Generator | Drawn | None = None,
     *,
     invert: float = 0.1,
     per: Per = "image",
@@ -57,7 +76,11 @@ def prior_shift(
 
 
 def domain_shift(
-    images: Tensor, generator: Generator | None = None, *, per: Per = "batch", check: bool = True
+    images: Tensor,
+    generator: Generator | Drawn | None = None,
+    *,
+    per: Per = "batch",
+    check: bool = True,
 ) -> Tensor:
     """CoTTA's augmentation without its noise: the shift alpha is optimised under.
 
@@ -77,34 +100,42 @@ def domain_shift(
         >>> domain_shift(images, torch.Generator().manual_seed(0)).shape
         torch.Size([4, 3, 32, 32])
     """
-    from kornia.enhance import adjust_gamma
-    from kornia.filters import gaussian_blur2d
     from kornia.geometry.transform import get_affine_matrix2d, warp_affine
 
     draw = _Draw(_checked(images, "domain_shift", check), generator, per)
     images = _jitter(images, draw, (0.6, 1.4), (0.7, 1.3), (0.5, 1.5), 0.06)
-    images = adjust_gamma(images, draw.uniform(0.7, 1.3))
+    images = images.pow(draw.uniform(0.7, 1.3)[:, None, None, None])
 
     height, width = images.shape[-2:]
-    size = images.new_tensor((width, height))
     angle, scale = draw.uniform(-15, 15), draw.uniform(0.9, 1.1)
     # 1/16 of an image padded by half its size on both sides is 1/8 of the image. The padding
     # itself is grid_sample's "border", which repeats the edge without ever storing it.
-    move = torch.stack((draw.uniform(-1 / 8, 1 / 8), draw.uniform(-1 / 8, 1 / 8)), 1) * size
-    centre = ((size - 1) / 2).expand_as(move)
+    right, down = draw.uniform(-width / 8, width / 8), draw.uniform(-height / 8, height / 8)
+    move = torch.stack((right, down), 1)
+    centre = torch.stack(
+        (torch.full_like(right, (width - 1) / 2), torch.full_like(down, (height - 1) / 2)), 1
+    )
     matrix = get_affine_matrix2d(move, centre, scale[:, None].expand(-1, 2), angle)[:, :2]
     images = warp_affine(images, matrix, (height, width), padding_mode="border")
 
-    sigma = draw.uniform(0.001, 0.5)[:, None].expand(-1, 2)
-    images = gaussian_blur2d(images, (5, 5), sigma, border_type="replicate")
+    images = _blur(images, draw.uniform(0.001, 0.5))
     flip = _Draw(images, generator, "image").chance(0.5)
     return torch.where(flip, images.flip(-1), images).clamp(0, 1)
+
+
+def numbers_drawn(augment: Augment, samples: int, channels: int) -> int | None:
+    """How many random numbers an augmentation draws for a batch; None for one that is not ours."""
+    if _function(augment) not in (prior_shift, domain_shift):
+        return None
+    counter = Drawn(torch.zeros(1).expand(100 * samples))
+    augment(torch.zeros(samples, channels, 2, 2), counter)  # type: ignore[arg-type]
+    return counter.taken
 
 
 def shift_images(
     images: Tensor,
     augment: Augment,
-    generator: Generator | None,
+    generator: Generator | Drawn | None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     *,
@@ -119,18 +150,17 @@ def shift_images(
     Raises:
         ValueError: when the images are not in [0, 1] after undoing mean and std.
     """
-    function = augment.func if isinstance(augment, partial) else augment
-    if function in (prior_shift, domain_shift):
+    if _function(augment) in (prior_shift, domain_shift):
         augment = partial(augment, check=check)  # type: ignore[call-arg]
     if mean is None and std is None:
-        return augment(images, generator)
+        return augment(images, generator)  # type: ignore[arg-type]
     offset = _per_channel(images, per_channel_list(mean) or [0.0])
     scale = _per_channel(images, per_channel_list(std) or [1.0])
     unit = images * scale + offset
     if check:
         _check_unit_range(unit)
     # Rounding alone leaves [0, 1] by less than the tolerance just checked.
-    return (augment(unit.clamp(0, 1), generator) - offset) / scale
+    return (augment(unit.clamp(0, 1), generator) - offset) / scale  # type: ignore[arg-type]
 
 
 def per_channel_list(values: Any) -> list[float] | None:
@@ -138,6 +168,10 @@ def per_channel_list(values: Any) -> list[float] | None:
     if values is None:
         return None
     return torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
+
+
+def _function(augment: Augment) -> Any:
+    return augment.func if isinstance(augment, partial) else augment
 
 
 def _jitter(
@@ -158,27 +192,42 @@ def _jitter(
     return enhance.adjust_hue(images, draw.uniform(-hue, hue) * 2 * math.pi)
 
 
+def _blur(images: Tensor, sigma: Tensor) -> Tensor:
+    """5 x 5 Gaussian blur, the edge repeated; kornia's would have a GPU waited for."""
+    n, channels, height, _ = images.shape
+    taps = torch.arange(-2, 3, device=images.device, dtype=images.dtype)
+    line = torch.softmax(-taps.square() / (2 * sigma[:, None].square()), 1)
+    square = (line[:, :, None] * line[:, None, :]).repeat_interleave(channels, 0)
+    padded = F.pad(images, (2, 2, 2, 2), mode="replicate").reshape(1, n * channels, height + 4, -1)
+    return F.conv2d(padded, square[:, None], groups=n * channels).reshape(images.shape)
+
+
 class _Draw:
     """Random numbers for a batch: one per image, or one for all of them."""
 
-    def __init__(self, images: Tensor, generator: Generator | None, per: Per) -> None:
+    def __init__(self, images: Tensor, generator: Generator | Drawn | None, per: Per) -> None:
         if per not in ("batch", "image"):
             raise ValueError(f"per is {per!r}, expected 'batch' or 'image'.")
         self.images, self.generator, self.per = images, generator, per
 
     def uniform(self, low: float, high: float) -> Tensor:
         count = len(self.images)
-        device = self.generator.device if self.generator is not None else self.images.device
         # Ranks share their seed, so that a batch over all ranks is one domain. Draws per image are
         # made for all of that batch, and each rank takes its part: what one process would draw.
         draws = count * world_size() if self.per == "image" else 1
         # float32 whatever the images are, so that a seed means the same shift in every dtype
-        u = torch.rand(draws, generator=self.generator, device=device)
+        u = self._draw(draws)
         if self.per == "image":
             u = u[rank() * count : (rank() + 1) * count]
         # Not blocking, so that a GPU that is behind need not be waited for.
         drawn = (low + (high - low) * u).to(self.images, non_blocking=True)
         return drawn.expand(count)
+
+    def _draw(self, count: int) -> Tensor:
+        if isinstance(self.generator, Drawn):
+            return self.generator.take(count)
+        device = self.generator.device if self.generator is not None else self.images.device
+        return torch.rand(count, generator=self.generator, device=device)
 
     def chance(self, probability: float) -> Tensor:
         return (self.uniform(0, 1) < probability)[:, None, None, None]
@@ -220,4 +269,4 @@ def _per_channel(images: Tensor, values: list[float]) -> Tensor:
             f"mean and std have {len(values)} values, expected one per channel: {channels}."
         )
     shape = (1, -1, *[1] * (images.dim() - 2))
-    return torch.as_tensor(values, dtype=images.dtype, device=images.device).view(shape)
+    return torch.stack([images.new_full((), value) for value in values]).view(shape)

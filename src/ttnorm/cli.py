@@ -164,7 +164,7 @@ def post_train(
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     where = inputs.device(device, local_rank)
     with _ranks(where):
-        model = inputs.network(network).to(where)
+        model = inputs.network(network, where)
         result = posttrain.post_train_(
             model,
             inputs.loader(loader, where),
@@ -254,7 +254,8 @@ def evaluate(
 
     where = inputs.device(device)
     inputs.check_writable(records)
-    tested = network_under_test(network, inputs.network(network), alpha, dynamic_alpha, where)
+    model = inputs.network(network, where)
+    tested = network_under_test(network, model, alpha, dynamic_alpha)
     file = files.RecordFile(records)
     runs = []
     for chosen in scenario or ["single"]:

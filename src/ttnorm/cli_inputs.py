@@ -50,14 +50,14 @@ def check_folder(path: Path) -> None:
         raise ValueError(f"{path} cannot be a folder to write to: {there} is in the way.")
 
 
-def network(spec: str) -> nn.Module:
+def network(spec: str, device: str = "cpu") -> nn.Module:
     """A shipped network by name, one from a checkpoint file, or what MODULE:FUNCTION returns."""
     from .models import zoo
 
     if spec in zoo.NETWORKS:
-        return zoo.load(spec)
+        return zoo.load(spec, device)
     if Path(spec).is_file():
-        return zoo.load_checkpoint(spec)[0]
+        return zoo.load_checkpoint(spec, device)[0]
     if ":" not in spec:
         raise ValueError(
             f"{spec!r} is no network: expected {', '.join(zoo.NETWORKS)}, a checkpoint file that "
@@ -66,7 +66,7 @@ def network(spec: str) -> nn.Module:
     model = resolve(spec)()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{spec} returned a {type(model).__name__}, expected a torch.nn.Module.")
-    return model
+    return model.to(device)
 
 
 def loader(spec: str, device: str) -> Loader:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import kernels
 from .artefact import read_safetensors, write_atomically
+from .augment import Drawn, numbers_drawn
 from .batches import Loader, Loss, batches, scalar
 from .capture import Repeated
 from .distributed import rank, world_size
@@ -93,6 +94,7 @@ class Fit:
     ) -> None:
         self.config, self.loss, self.shift, self.device = config, loss, shift, device_of(model)
         self.names = list(layers)
+        self.counts: dict[Any, int | None] = {}  # random numbers that a shift draws
         self.history: list[dict[str, float]] = []
         self.prior = _flat(prior, layers, self.device) if config.needs_prior else None
         self.network = AlphaNetwork(model, layers, config.granularity)
@@ -110,9 +112,11 @@ class Fit:
         lr = self.lr if self.recorded else config.lr
         self.optimiser = torch.optim.Adam([self.network.theta], lr=lr, capturable=self.recorded)
         self.descend: Callable[..., Tensor] = self._descend
+        self.shift_and_descend: Callable[..., Tensor] = self._shift_and_descend
         if self.recorded:
-            # a graph for every batch size that is drawn
-            self.descend = Repeated(self._descend, most=200 if config.dynamic_batch else 8)
+            most = 200 if config.dynamic_batch else 8  # a graph for every batch size that is drawn
+            self.descend = Repeated(self._descend, most=most)
+            self.shift_and_descend = Repeated(self._shift_and_descend, most=most)
 
     def _initialise(self, theta: Tensor) -> None:
         init = self.config.init
@@ -143,7 +147,8 @@ class Fit:
             if checkpoint is not None and rank() == 0:
                 write_atomically(checkpoint, *self.checkpoint(identity))
         progress.close()
-        self.descend = self._descend  # graphs hold memory of their own
+        # graphs hold memory of their own
+        self.descend, self.shift_and_descend = self._descend, self._shift_and_descend
 
     def epoch(self, loader: Loader, generator: Generator, progress: Progress) -> None:
         done, started = len(self.history), time.monotonic()
@@ -176,12 +181,31 @@ class Fit:
             low, high = (min(size, len(x)) for size in config.dynamic_batch)
             size = int(torch.randint(low, high + 1, (), generator=generator))
             x, y = x[:size], y[:size]
-        # outside of autocast: half a pixel of rounding would be a shift of its own
-        shifted = self.shift(x, generator=generator, check=check) if config.ce else None
-        return self.descend(shifted, y)
+        if not config.ce:
+            return self.descend(None, y)
+        numbers = self._numbers(x, generator) if self.recorded and not check else None
+        if numbers is not None:
+            return self.shift_and_descend(x, y, numbers)
+        return self.descend(self.shift(x, generator=generator, check=check), y)
+
+    def _numbers(self, x: Tensor, generator: Generator) -> Tensor | None:
+        """What the shift will draw, for a step that is recorded as a whole; None if unknown."""
+        key = tuple(x.shape[:2])
+        if key not in self.counts:
+            self.counts[key] = numbers_drawn(self.shift.keywords["augment"], *key)
+        count = self.counts[key]
+        if count is None:
+            return None
+        return torch.rand(count, generator=generator).to(self.device, non_blocking=True)
+
+    def _shift_and_descend(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:
+        return self._descend(self.shift(x, generator=Drawn(numbers), check=False), y)
 
     def _descend(self, shifted: Tensor | None, y: Tensor) -> Tensor:
-        """One step of Adam; the cross-entropy and the MSE before it."""
+        """One step of Adam; the cross-entropy and the MSE before it.
+
+        The shift stays out of autocast: half a pixel of rounding would be a shift of its own.
+        """
         config = self.config
         dtype = getattr(torch, config.amp) if config.amp else None
         # without a cache: a recorded step must not hold casts that were made outside of it

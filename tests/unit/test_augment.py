@@ -1,9 +1,11 @@
 """The simulated shifts: in range, reproducible, per batch or per image, on images of any kind."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from ttnorm.augment import domain_shift, prior_shift, shift_images
+from ttnorm.augment import Drawn, _blur, domain_shift, numbers_drawn, prior_shift, shift_images
 
 SHIFTS = [prior_shift, domain_shift]
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -42,6 +44,36 @@ class TestEveryShift:
         before = images.clone()
         shift(images, seeded(), per=per)
         assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("per", ["batch", "image"])
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_numbers_drawn_beforehand_give_the_same_shift(shift, per, channels):
+    images = torch.rand(6, channels, 16, 16)
+    augment = partial(shift, per=per)
+    count = numbers_drawn(augment, 6, channels)
+    numbers = torch.rand(count, generator=seeded(3))
+    generator = seeded(3)
+    expected = augment(images, generator)
+    assert torch.equal(augment(images, Drawn(numbers)), expected)
+    # and the generator is where it would have been
+    after = seeded(3)
+    torch.rand(count, generator=after)
+    assert torch.equal(after.get_state(), generator.get_state())
+
+
+def test_what_others_draw_is_not_known():
+    assert numbers_drawn(lambda images, generator: images, 4, 3) is None
+
+
+def test_the_blur_is_that_of_kornia():
+    from kornia.filters import gaussian_blur2d
+
+    images = torch.rand(4, 3, 17, 23, dtype=torch.float64)
+    sigma = torch.tensor([0.001, 0.1, 0.3, 0.5], dtype=torch.float64)
+    expected = gaussian_blur2d(images, (5, 5), sigma[:, None].expand(-1, 2), "replicate")
+    assert torch.allclose(_blur(images, sigma), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("shift", SHIFTS)

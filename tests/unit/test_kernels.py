@@ -21,9 +21,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda.py 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
     """So that small tensors have many of them."""
-    monkeypatch.setattr(kernels, "TILE", 128)
-    monkeypatch.setattr(kernels, "SLAB", 128)
-    monkeypatch.setattr(kernels, "MOST_SLABS", 8)
+    for name, size in {
+        "TILE": 32,
+        "ACROSS": 8,
+        "MAP_ACROSS": 8,
+        "PART": 128,
+        "MOST_SLABS": 8,
+    }.items():
+        monkeypatch.setattr(kernels, name, size)
+    monkeypatch.setattr(kernels, "_cut", kernels._Geometry)  # what was cut before is remembered
 
 
 SHAPES = [(5, 3, 4, 5), (7, 6), (4, 5, 9), (3, 4, 2, 3, 3), (9, 20, 3, 3), (3, 2, 16, 32)]
@@ -58,14 +64,15 @@ def close(found, expected, tolerance=1e-5):
     assert ((found - expected).abs().max() / scale).item() < tolerance
 
 
-LAYOUTS = [
-    (shape, last) for shape in SHAPES for last in (False, True) if len(shape) > 3 or not last
-]
+# channels last, and how many values a program holds: 0 for slabs everywhere
+WAYS = [(False, 0), (False, 2048), (True, 0)]
+LAYOUTS = [(shape, *way) for shape in SHAPES for way in WAYS if len(shape) > 3 or not way[0]]
 
 
-@pytest.mark.parametrize(("shape", "channels_last"), LAYOUTS)
+@pytest.mark.parametrize(("shape", "channels_last", "whole"), LAYOUTS)
 @pytest.mark.parametrize("group_size", [None, 1, 2])
-def test_forward_and_backward(shape, group_size, channels_last):
+def test_forward_and_backward(shape, group_size, channels_last, whole, monkeypatch):
+    monkeypatch.setattr(kernels, "WHOLE", whole)
     x, *rest = problem(shape, channels_last)
     weight, _, alpha, mean, var = rest
     seed = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -173,22 +180,26 @@ class TestGeometry:
     @pytest.mark.parametrize("shape", [(64, 256, 56, 56), (200, 32, 32, 32), (64, 24, 14, 14)])
     @pytest.mark.parametrize("channels_last", [False, True])
     def test_slabs_cover_a_group(self, shape, group_size, channels_last, monkeypatch):
-        for name, value in (("TILE", 4096), ("SLAB", 16384), ("MOST_SLABS", 512)):
+        for name, value in {
+            "TILE": 2048,
+            "ACROSS": 64,
+            "MAP_ACROSS": 256,
+            "MOST_SLABS": 512,
+        }.items():
             monkeypatch.setattr(kernels, name, value)
         x = torch.empty(shape, device="meta")
         if channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         _, g = kernels._geometry(x, group_size)
-        assert g.slabs * g.slab_units >= g.units > (g.slabs - 1) * g.slab_units
-        assert g.slabs <= 512
-        tiles = (g.tile(), g.merge_tile()) if channels_last else (g.row_tile(), g.slab_tile())
-        for tile in tiles:
-            sizes = [size for name, size in tile.items() if name != "VEC"]
-            assert sizes[0] * sizes[1] <= 16384
+        assert 1 <= g.slabs <= 512
+        assert (g.slabs - 1) * g.tile_units < g.units  # none is empty
+        for tile in (g.reduce_tile, g.map_tile, g.merge_tile):
+            sizes = [size for name, size in tile.items() if name.startswith("BLOCK")]
+            assert sizes[0] * sizes[1] <= 4096
             assert all(size & (size - 1) == 0 for size in sizes)
 
     def test_a_long_sample_is_cut_into_parts(self, monkeypatch):
-        monkeypatch.setattr(kernels, "SLAB", 16384)
+        monkeypatch.setattr(kernels, "PART", 16384)
         for pixels, parts in ((512 * 1024, 32), (224 * 224, 4), (112 * 112, 1), (333 * 333, 1)):
             _, g = kernels._geometry(torch.empty(1, 2, pixels, device="meta"), None)
             assert g.parts == parts
@@ -257,9 +268,9 @@ from triton.compiler import ASTSource
 from ttnorm import triton_backward, triton_forward
 
 constants = dict(FINAL=False, AFFINE=True, CROSS_TERM=True, GIVEN=False, RESIDUAL=True,
-                 RELU=True, VEC=4, BLOCK_N=4,
+                 RELU=True, VEC=4, STAGES=3, BLOCK_K=2, BLOCK_N=4,
                  BLOCK_S=256, BLOCK_M=32, BLOCK_C=32, BLOCK_P=64, BLOCK_R=4)
-HELPERS = ("mix", "units_of_group", "unit_in_rows")
+HELPERS = ("mix", "mix_values", "units_of_group", "unit_in_rows", "units_of_slab", "merge_lanes")
 data = ("x_ptr", "y_ptr", "grad_ptr", "out_ptr", "residual_ptr")
 for module in (triton_forward, triton_backward):
     for name, kernel in vars(module).items():
@@ -281,4 +292,4 @@ for module in (triton_forward, triton_backward):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 10
+    assert len(result.stdout.splitlines()) == 13

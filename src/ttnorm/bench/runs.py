@@ -16,7 +16,7 @@ from .evaluate import Domains, Network, classes_of
 
 
 def network_under_test(
-    name: str, model: nn.Module, alpha: Path | None, dynamic_alpha: Path | None, device: str
+    name: str, model: nn.Module, alpha: Path | None, dynamic_alpha: Path | None
 ) -> Network:
     """A network with the alpha files given, and those that are shipped with it."""
     files = zoo.alpha_files(name) if name in zoo.NETWORKS else {}
@@ -26,7 +26,7 @@ def network_under_test(
             if not path.is_file():
                 raise FileNotFoundError(f"There is no file {path}.")
             files[kind] = path
-    return Network(Path(name).name, model.eval().to(device), files)
+    return Network(Path(name).name, model.eval(), files)
 
 
 def load_domains(

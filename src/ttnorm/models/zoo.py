@@ -24,18 +24,19 @@ NETWORKS = {
 }
 
 
-def load(name: str) -> WideResNet:
+def load(name: str, device: str = "cpu") -> WideResNet:
     """A shipped network in eval mode; it takes images in [0, 1].
 
     Args:
         name: one of NETWORKS.
+        device: where to; on CUDA it lies channels last, what convolutions there are made for.
 
     Example:
         >>> load("wrn40_2-cifar10")(torch.rand(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
     _check(name)
-    return load_checkpoint(ASSETS / f"{name}.safetensors")[0]
+    return load_checkpoint(ASSETS / f"{name}.safetensors", device)[0]
 
 
 def alpha_files(name: str) -> dict[str, Path]:
@@ -75,7 +76,9 @@ def save_checkpoint(
     write_atomically(path, tensors, metadata)
 
 
-def load_checkpoint(path: str | os.PathLike[str]) -> tuple[WideResNet, dict[str, Any]]:
+def load_checkpoint(
+    path: str | os.PathLike[str], device: str = "cpu"
+) -> tuple[WideResNet, dict[str, Any]]:
     """The network of a checkpoint, in float32 and eval mode, and the checkpoint's metadata."""
     tensors, metadata = read_safetensors(path)
     if "classes" not in metadata:
@@ -84,7 +87,10 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[WideResNet, dict[str,
     with torch.random.fork_rng(devices=[]):  # the initialisation is overwritten, and costs no draws
         model = WideResNet(config["depth"], config["width"], metadata["classes"])
     model.load_state_dict(tensors)
-    return model.eval(), metadata
+    last = torch.device(device).type == "cuda"
+    layout = torch.channels_last if last else torch.contiguous_format
+    model = model.eval().to(device).to(memory_format=layout)  # type: ignore[call-overload]
+    return model, metadata
 
 
 def _check(name: str) -> None:
