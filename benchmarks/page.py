@@ -1,4 +1,4 @@
-"""docs/performance.md and its bars, from the records in benchmarks/results.
+"""docs/performance.md and its figures, from the records in benchmarks/results.
 
 python benchmarks/page.py
 """
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
+Record = dict[str, Any]
 TITLES = {
     "layer_cost": "One layer",
     "network_cost": "Whole networks",
@@ -22,6 +23,9 @@ TITLES = {
     "adapt_cost": "A step of a gradient method",
     "evaluate_cost": "Scoring with groups",
 }
+
+
+COLOURS = ("#009e73", "#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")  # for all eyes
 
 
 def main() -> None:
@@ -34,48 +38,69 @@ def main() -> None:
     for name, title in TITLES.items():
         for path in sorted((HERE / "results").glob(f"{name}.*.json")):
             records = json.loads(path.read_text())
+            cases = _by_case(records)
             parts.append(f"## {title}, {records[0]['device']}")
             picture = DOCS / "performance" / f"{path.stem}.svg"
-            _bars(records, picture)
+            _dots(cases, picture)
             parts.append(f"![ratios](performance/{picture.name})")
-            parts.append(_table(records))
+            parts.append(_table(cases))
     (DOCS / "performance.md").write_text("\n\n".join(parts) + "\n")
 
 
-def _bars(records: list[dict[str, Any]], path: Path) -> None:
-    """A bar for every ratio; the line is the baseline."""
-    figure = Figure(figsize=(9, 0.6 + 0.22 * len(records)), layout="constrained")
+def _by_case(records: list[Record]) -> dict[str, dict[str, Record]]:
+    """Records by what was measured and what it was measured against."""
+    cases: dict[str, dict[str, Record]] = {}
+    for record in records:
+        case, against, baseline = record["case"].partition(" against ")
+        case = case.removesuffix(", time").removesuffix(",")
+        cases.setdefault(case, {})[baseline if against else "baseline"] = record
+    return cases
+
+
+def _baselines(cases: dict[str, dict[str, Record]]) -> list[str]:
+    return list(dict.fromkeys(baseline for case in cases.values() for baseline in case))
+
+
+def _dots(cases: dict[str, dict[str, Record]], path: Path) -> None:
+    """A line for every case and a dot for every baseline, on a logarithmic scale."""
+    figure = Figure(figsize=(9, 1.1 + 0.2 * len(cases)), layout="constrained")
     axes = figure.subplots()
-    ratios = [record["ratio"] for record in records]
-    colours = ["#009e73" if ratio < 1.005 else "#e69f00" for ratio in ratios]
-    axes.barh(range(len(records)), ratios, color=colours)
+    for colour, baseline in zip(COLOURS, _baselines(cases), strict=False):
+        there = [(place, case[baseline]["ratio"]) for place, case in enumerate(cases.values())
+                 if baseline in case]  # fmt: skip
+        places, ratios = zip(*there, strict=True)
+        axes.plot(ratios, places, "o", color=colour, markersize=5, label=f"against {baseline}")
     axes.axvline(1, color="0.3", linewidth=0.8)
-    axes.set_yticks(range(len(records)), [record["case"] for record in records], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("ratio to the baseline")
-    axes.set_xlim(0, max(1.3, 1.15 * min(max(ratios), 4)))
-    for place, ratio in enumerate(ratios):
-        end = min(ratio, axes.get_xlim()[1] * 0.94)
-        axes.text(
-            end,
-            place,
-            f" {ratio:.2f}" if ratio >= 0.1 else f" {ratio:.2g}",
-            va="center",
-            fontsize=7,
-        )
+    axes.set_xscale("log")
+    every = [record["ratio"] for case in cases.values() for record in case.values()]
+    axes.set_xlim(min(0.5, 0.8 * min(every)), max(2.0, 1.25 * max(every)))
+    ticks = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_yticks(range(len(cases)), list(cases), fontsize=7)
+    axes.set_ylim(len(cases) - 0.4, -0.6)
+    axes.grid(axis="y", color="0.93")
+    axes.set_xlabel("ours / baseline")
     axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=7, frameon=False)
     with matplotlib.rc_context({"svg.hashsalt": path.name}):
         figure.savefig(path, metadata={"Date": None})
 
 
-def _table(records: list[dict[str, Any]]) -> str:
-    lines = ["| case | ours | baseline | ratio |", "|---|---|---|---|"]
-    for r in records:
-        unit = r["unit"]
-        lines.append(
-            f"| {r['case']} | {r['value']:.4g} {unit} | {r['baseline']:.4g} {unit} | "
-            f"{r['ratio']:.3g} |"
-        )
+def _table(cases: dict[str, dict[str, Record]]) -> str:
+    """A row for every case: ours, and the ratio to every baseline with what that took."""
+    baselines = _baselines(cases)
+    lines = ["| | ours | " + " | ".join(f"against {b}" for b in baselines) + " |"]
+    lines.append("|---" * (len(baselines) + 2) + "|")
+    for case, records in cases.items():
+        ours = next(iter(records.values()))
+        cells = [f"{ours['value']:.4g} {ours['unit']}"]
+        for baseline in baselines:
+            record = records.get(baseline)
+            cells.append(f"**{record['ratio']:.3g}** ({record['baseline']:.4g})" if record else "")
+        lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
