@@ -1,4 +1,4 @@
-"""One adaptation step of a gradient method: WRN-40-2, 200 samples, entropy, Adam on gamma and beta.
+"""One adaptation step of a gradient method: TENT, WRN-40-2, 200 samples.
 
 python benchmarks/adapt_cost.py [--device cuda] [--rounds 20]
 
@@ -13,9 +13,9 @@ import measure
 import torch
 
 import ttnorm
-from ttnorm.methods.step import AdaptationStep, mean_entropy
+from ttnorm.methods.step import AdaptationStep
+from ttnorm.methods.tent import tent
 from ttnorm.models import zoo
-from ttnorm.surgery import ttn_layers
 
 NAME = "wrn40_2-cifar10"
 
@@ -28,8 +28,8 @@ def main() -> None:
     x = torch.rand(200, 3, 32, 32, device=args.device)
     records = []
     for batch_size in (200, 16, 1):
-        ours, plain = (_step(args.device, batch_size) for _ in range(2))
-        calls = {"ours": lambda s=ours: s(x), "plain": lambda s=plain: s._step(x)}  # type: ignore[misc]
+        ours, plain = (_tent(args.device, batch_size) for _ in range(2))
+        calls = {"ours": lambda s=ours: s(x), "plain": lambda s=plain: s._window(x)}  # type: ignore[misc]
         time = measure.seconds(calls, args.device, args.rounds)
         case = f"WRN-40-2, a window of 200 samples, B = {batch_size}, against plain eager"
         value, other = 1e3 * time["ours"], 1e3 * time["plain"]
@@ -37,15 +37,10 @@ def main() -> None:
     measure.write("adapt_cost", args.device, records)
 
 
-def _step(device: str, batch_size: int) -> AdaptationStep:
+def _tent(device: str, batch_size: int) -> AdaptationStep:
     model = zoo.load(NAME, device)
     ttnorm.load_(model, zoo.alpha_files(NAME)["ttn"])
-    model.requires_grad_(False)
-    parameters = [p for layer in ttn_layers(model).values() for p in (layer.weight, layer.bias)]
-    for parameter in parameters:
-        parameter.requires_grad_()
-    optimiser = torch.optim.Adam(parameters, lr=1e-3, capturable=device == "cuda")
-    return AdaptationStep(model, optimiser, mean_entropy, batch_size)
+    return tent(model, batch_size)
 
 
 if __name__ == "__main__":

@@ -225,7 +225,12 @@ def evaluate(
     norm: Annotated[
         list[str] | None, typer.Option(help="source, tbn, ..., constant-0.3; all but constants.")
     ] = None,
-    method: Annotated[list[str] | None, typer.Option(help="none.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="none, tent, swr, cotta, ttn-online; none.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="A folder with CIFAR to train on; for the method swr.")
+    ] = None,
     scenario: Annotated[
         list[str] | None,
         typer.Option(help="single, continual, mixed, mixed-pairs, class-sorted, source; single."),
@@ -255,7 +260,8 @@ def evaluate(
     where = inputs.device(device)
     inputs.check_writable(records)
     model = inputs.network(network, where)
-    tested = network_under_test(network, model, alpha, dynamic_alpha)
+    images = None if source is None else inputs.loader(str(source), where)
+    tested = network_under_test(network, model, alpha, dynamic_alpha, images)
     file = files.RecordFile(records)
     runs = []
     for chosen in scenario or ["single"]:
@@ -266,8 +272,8 @@ def evaluate(
             for s in seed or [0]
             for b in batch_size or [200, 64, 16, 4, 2, 1]
         ]
-        source = chosen == "source"
-        tests = load_domains(tested, clean if source else data, source, corruption, severity)
+        is_clean = chosen == "source"
+        tests = load_domains(tested, clean if is_clean else data, is_clean, corruption, severity)
         tests = tests if subset is None else tests.subset(subset)
         bench.check(tested, tests, jobs)
         runs.append((tests, jobs))

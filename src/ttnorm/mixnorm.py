@@ -45,6 +45,14 @@ class MixNorm(nn.Module):
         for stream in self.streams:
             stream.reset()
 
+    def stream_state(self) -> list[tuple[Tensor, Tensor]]:
+        """What every layer has seen."""
+        return [(stream.first.clone(), stream.second.clone()) for stream in self.streams]
+
+    def load_stream_state(self, state: list[tuple[Tensor, Tensor]]) -> None:
+        for stream, (first, second) in zip(self.streams, state, strict=True):
+            stream.first, stream.second = first.clone(), second.clone()
+
 
 class _Stream:
     """What one layer has seen."""
@@ -64,9 +72,11 @@ class _Stream:
         local_var = (var + mirror_var) / 2 + ((mean - mirror_mean) / 2).square()
         layer = self.layer
         offset = local_mean - layer.running_mean
-        first = running_average(offset, self.first, self.rate)
-        second = running_average(local_var + offset.square(), self.second, self.rate)
-        self.first, self.second = first[-1].detach(), second[-1].detach()
+        # no gradient runs through the stream, or it would depend on where the stream is cut
+        first = running_average(offset.detach(), self.first, self.rate)
+        second = (local_var + offset.square()).detach()
+        second = running_average(second, self.second, self.rate)
+        self.first, self.second = first[-1], second[-1]
         mixed = mix_moments(
             layer.alpha,
             layer.running_mean + first,

@@ -1,5 +1,7 @@
 """Evaluation: groups against the plain loop, the identities of norms, and going on after a stop."""
 
+import dataclasses
+
 import pytest
 import small_network
 import torch
@@ -8,6 +10,7 @@ from ttnorm.bench import evaluate as bench
 from ttnorm.bench.evaluate import Job, evaluate, predictions
 from ttnorm.bench.records import RecordFile, read_records
 from ttnorm.bench.scenarios import SCENARIOS
+from ttnorm.methods import METHODS
 from ttnorm.norms import NORMS
 
 
@@ -212,3 +215,66 @@ class TestErrors:
         assert len(small_network.domains(50).subset(20).labels) == 20
         with pytest.raises(ValueError, match="subset is 51 images, expected 1 to 50"):
             small_network.domains(50).subset(51)
+
+
+@pytest.mark.parametrize("method", ["tent", "swr", "cotta", "ttn-online"])
+@pytest.mark.parametrize("scenario", ["single", "continual"])
+def test_methods_in_windows_predict_as_batch_by_batch(network, method, scenario):
+    # 50 images in batches of 16 leave a window open at the end of a domain
+    data = small_network.domains(names=("dark", "light"))
+    job = Job(norm="ttn", method=method, scenario=scenario, batch_size=16)
+    network = dataclasses.replace(network, source=source())
+    runs = [list(predictions(network, data, job, grouped=g)) for g in (True, False)]
+    for (_, grouped), (_, sequential) in zip(*runs, strict=True):
+        assert torch.equal(grouped, sequential)
+
+
+def source():
+    return [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+
+
+def test_a_record_says_how_a_method_was_set(network, tmp_path):
+    path = tmp_path / "r.jsonl"
+    jobs = [Job(norm="tbn", method="tent", scenario=s, batch_size=16) for s in ("single", "mixed")]
+    evaluate(network, small_network.domains(), jobs, RecordFile(path))
+    rates = {r["scenario"]: r["config"]["method"]["lr"] for r in read_records([path])}
+    assert rates == {"single": 1e-3, "mixed": 1e-4}
+
+
+def test_swr_without_source_images_is_refused(network, tmp_path):
+    job = Job(norm="tbn", method="swr", batch_size=16)
+    with pytest.raises(ValueError, match="source images"):
+        evaluate(network, small_network.domains(), [job], RecordFile(tmp_path / "r.jsonl"))
+
+
+@pytest.mark.parametrize("method", ["none", "tent"])
+def test_too_little_memory_means_smaller_parts_and_the_same_predictions(
+    network, method, monkeypatch, caplog
+):
+    data = small_network.domains(names=("dark",))
+    job = Job(norm="ttn", method=method, batch_size=4)
+    ((_, expected),) = predictions(network, data, job)
+    spec = METHODS[method]
+
+    def cramped(*args, **options):
+        return Cramped(spec.make(*args, **options))
+
+    monkeypatch.setitem(METHODS, method, dataclasses.replace(spec, make=cramped))
+    ((_, found),) = predictions(network, data, job)
+    assert torch.equal(found, expected)
+    assert "out of memory" in caplog.text
+
+
+class Cramped:
+    """A method on a device that holds 12 samples."""
+
+    def __init__(self, method):
+        self.method = method
+
+    def __getattr__(self, name):
+        return getattr(self.method, name)
+
+    def __call__(self, x):
+        if len(x) > 12:
+            raise torch.OutOfMemoryError
+        return self.method(x)

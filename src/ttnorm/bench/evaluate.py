@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import logging
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import artefact
+from ..batches import Loader
 from ..methods import method_named
+from ..methods.swr import gradient_agreement
 from ..norms import apply_norm_, norm_named
 from ..progress import Progress
 from ..surgery import device_of
@@ -28,6 +31,7 @@ from ..version import __version__
 from .records import Record, RecordFile
 from .scenarios import SCENARIOS, Segment, segments
 
+logger = logging.getLogger("ttnorm")
 SAMPLES_AT_ONCE = {"cuda": 2000, "cpu": 200}
 
 
@@ -39,11 +43,19 @@ class Network:
         name: what records call it.
         model: with BatchNorm layers, taking images in [0, 1]; never changed.
         alpha_files: its alpha files by kind: "ttn", "dynamic".
+        source: batches (x, y) of source images, for methods that look at some beforehand.
     """
 
     name: str
     model: nn.Module
     alpha_files: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    source: Loader | None = None
+
+    @functools.cached_property
+    def agreement(self) -> dict[str, float]:
+        """How far gradients on clean and shifted source images agree, by parameter."""
+        assert self.source is not None
+        return gradient_agreement(self.model, self.source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,22 +172,40 @@ class _Run:
             batch_size=job.batch_size,
             alpha_file=network.alpha_files.get(norm.alpha_file or ""),
         )
-        self.method = method_named(job.method)(model.eval(), job.batch_size)
+        spec = method_named(job.method)
+        options = _method_options(network, data, job)
+        if spec.needs_source:
+            options["weights"] = network.agreement
+        self.method = spec.make(model.eval(), job.batch_size, **options)
+        self.batch_size = job.batch_size
         self.pictures = list(data.images.values())
         self.device = self.pictures[0].device
         whole = SAMPLES_AT_ONCE.get(self.device.type, 200)
-        if self.method.window is not None:
-            whole = self.method.window
         batches = max(1, whole // job.batch_size) if grouped else 1
         self.samples = batches * job.batch_size
 
     def __call__(self, segment: Segment) -> Tensor:
         if segment.reset:
             self.method.reset()
-        parts = zip(
-            segment.domains.split(self.samples), segment.images.split(self.samples), strict=True
-        )
-        return torch.cat([self.method(self._images(*part)).argmax(1) for part in parts])
+        predicted, begin = [], 0
+        while begin < len(segment.images):
+            end = begin + min(self.samples, self.method.room or self.samples)
+            x = self._images(segment.domains[begin:end], segment.images[begin:end])
+            try:
+                predicted.append(self.method(x).argmax(1))
+            except torch.OutOfMemoryError:
+                if self.samples <= self.batch_size:
+                    raise
+                self._take_less()
+                continue
+            begin = end
+        return torch.cat(predicted)
+
+    def _take_less(self) -> None:
+        """At once, where memory did not suffice; what a method has not finished it does again."""
+        self.samples = max(1, self.samples // self.batch_size // 2) * self.batch_size
+        logger.warning("out of memory; going on with %d samples at a time", self.samples)
+        torch.cuda.empty_cache()
 
     def _images(self, domains: Tensor, images: Tensor) -> Tensor:
         first, images = int(domains[0]), images.to(self.device)
@@ -254,6 +284,8 @@ def _about(network: Network, data: Domains, job: Job) -> Record:
         "order": scenario.order,
         "reset": scenario.reset,
     }
+    if job.method != "none":
+        config["method"] = _method_options(network, data, job)
     if scenario.reset == "never":  # then a cell depends on what was there before it, or with it
         config["domains"] = list(data.images)
     alpha = None
@@ -277,7 +309,11 @@ def _about(network: Network, data: Domains, job: Job) -> Record:
 def _check(job: Job, network: Network, data: Domains) -> str | None:
     """Raise on names and sizes that are not there; returns the kind of alpha file it needs."""
     norm = norm_named(job.norm)
-    method_named(job.method)
+    if method_named(job.method).needs_source and network.source is None:
+        raise ValueError(
+            f"{job.method} looks at source images before it adapts: --source, a folder with the "
+            "training set."
+        )
     segments(job.scenario, list(data.images), data.labels.cpu(), job.batch_size, job.seed)
     if norm.alpha_file is not None and norm.alpha_file not in network.alpha_files:
         raise ValueError(
@@ -285,6 +321,13 @@ def _check(job: Job, network: Network, data: Domains) -> str | None:
             "post-train it, or leave that norm out."
         )
     return norm.alpha_file
+
+
+def _method_options(network: Network, data: Domains, job: Job) -> dict[str, Any]:
+    """The paper's settings of a method."""
+    size = next(iter(data.images.values())).shape[-1]
+    spec = method_named(job.method)
+    return spec.settings(job.scenario, job.batch_size, classes_of(network.model, size))
 
 
 @torch.no_grad()

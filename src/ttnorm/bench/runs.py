@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ..batches import Loader
 from ..data.cifar import load_cifar
 from ..data.cifar_c import load_corrupted
 from ..data.corruptions import CORRUPTIONS
@@ -16,7 +17,11 @@ from .evaluate import Domains, Network, classes_of
 
 
 def network_under_test(
-    name: str, model: nn.Module, alpha: Path | None, dynamic_alpha: Path | None
+    name: str,
+    model: nn.Module,
+    alpha: Path | None,
+    dynamic_alpha: Path | None,
+    source: Loader | None = None,
 ) -> Network:
     """A network with the alpha files given, and those that are shipped with it."""
     files = zoo.alpha_files(name) if name in zoo.NETWORKS else {}
@@ -26,7 +31,7 @@ def network_under_test(
             if not path.is_file():
                 raise FileNotFoundError(f"There is no file {path}.")
             files[kind] = path
-    return Network(Path(name).name, model.eval(), files)
+    return Network(Path(name).name, model.eval(), files, source)
 
 
 def load_domains(

@@ -1,34 +1,67 @@
 """Adaptation methods: what, if anything, changes between one batch and the next.
 
 A method is made with a network that has its normalisation already. It is called with samples of one
-or many consecutive batches and gives their outputs; `reset()` makes it as it was when it was made.
-`window` says how many samples it can take at once, None being any number.
+or many consecutive batches and gives their outputs; `reset()` makes it as it was when it was made,
+and `state_dict` and `load_state_dict` carry it from one process to another. `room` says how many
+samples it can take at once before it changes, None being any number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from . import cotta, swr, tent, ttn_online
 from .none import NoAdaptation
 
 
 class Method(Protocol):
     """What the evaluation calls."""
 
-    window: int | None
+    @property
+    def room(self) -> int | None: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def reset(self) -> None: ...
 
+    def state_dict(self) -> dict[str, Any]: ...
 
-METHODS: dict[str, Callable[[nn.Module, int], Method]] = {"none": NoAdaptation}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def method_named(name: str) -> Callable[[nn.Module, int], Method]:
+def _no_settings(scenario: str, batch_size: int, classes: int) -> dict[str, Any]:
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodSpec:
+    """A method as the evaluation makes it.
+
+    Args:
+        make: called with the network, the batch size and options.
+        settings: from scenario, batch size and number of classes to the paper's options.
+        needs_source: whether it takes `weights` that come from source images: see `swr`.
+    """
+
+    make: Callable[..., Method]
+    settings: Callable[[str, int, int], dict[str, Any]] = _no_settings
+    needs_source: bool = False
+
+
+METHODS: dict[str, MethodSpec] = {
+    "none": MethodSpec(NoAdaptation),
+    "tent": MethodSpec(tent.tent, tent.settings),
+    "swr": MethodSpec(swr.swr, swr.settings, needs_source=True),
+    "cotta": MethodSpec(cotta.cotta, cotta.settings),
+    "ttn-online": MethodSpec(ttn_online.ttn_online, ttn_online.settings),
+}
+
+
+def method_named(name: str) -> MethodSpec:
     if name not in METHODS:
         raise ValueError(f"There is no method {name!r}; there are {', '.join(METHODS)}.")
     return METHODS[name]

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..mixnorm import MixNorm
-from ..surgery import isolated
+from .step import in_batches
 
 
 class NoAdaptation:
     """The network as it is, batches of `batch_size` normalised each on its own."""
 
-    window: int | None = None
+    room: int | None = None
 
     def __init__(self, model: nn.Module, batch_size: int) -> None:
         self.model, self.batch_size = model, batch_size
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self.model, MixNorm):  # it knows no batches
-            return self.model(x)
-        with isolated(self.model, self.batch_size):
-            return self.model(x)
+        return in_batches(self.model, x, self.batch_size)
 
     def reset(self) -> None:
         if isinstance(self.model, MixNorm):
             self.model.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norms": self.model.stream_state()} if isinstance(self.model, MixNorm) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != set(self.state_dict()):
+            raise ValueError(
+                f"The state has {', '.join(sorted(state)) or 'nothing'}, which is no state of this "
+                "method. Was it saved by another one?"
+            )
+        if isinstance(self.model, MixNorm):
+            self.model.load_stream_state(state["norms"])

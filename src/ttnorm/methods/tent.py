@@ -1,0 +1,52 @@
+"""TENT (Wang et al., 2021): minimise the entropy of predictions over gamma and beta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..surgery import ttn_layers
+from .step import AdaptationStep, FlatParameters, adam, batch_means, entropy, in_batches
+
+
+def tent(
+    model: nn.Module, batch_size: int, *, lr: float = 1e-3, window: int = 200
+) -> AdaptationStep:
+    """Adapts the affine parameters of the norms; an output is the one before the update.
+
+    loss = sum over batches of the mean entropy of a batch's predictions
+
+    Args:
+        model: with its normalisation in place; it is changed.
+        batch_size: samples that are normalised together.
+        lr: of Adam.
+        window: samples between two updates.
+    """
+
+    def predict(x: Tensor) -> tuple[Tensor, Tensor]:
+        output = in_batches(model, x, batch_size)
+        return output, batch_means(entropy(output), batch_size).sum()
+
+    flat = FlatParameters(affine_parameters(model))
+    return AdaptationStep(model, predict, flat, adam(lr), batch_size, window)
+
+
+def affine_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """gamma and beta of every norm, by name."""
+    found = {
+        f"{name}.{kind}": getattr(layer, kind)
+        for name, layer in ttn_layers(model).items()
+        for kind in ("weight", "bias")
+        if getattr(layer, kind) is not None
+    }
+    if not found:
+        raise ValueError(
+            "The norms of this network have neither weight nor bias, which is what TENT adapts."
+        )
+    return found
+
+
+def settings(scenario: str, batch_size: int, classes: int) -> dict[str, Any]:
+    """What the TTN paper ran it with."""
+    return {"lr": 1e-4 if scenario in ("continual", "mixed", "mixed-pairs") else 1e-3}
