@@ -24,6 +24,9 @@ from .distributed import rank, world_size
 Augment = Callable[[Tensor, Generator | None], Tensor]
 Per = Literal["batch", "image"]
 
+PRIOR_PARTS = ("jitter", "grayscale", "invert")
+DOMAIN_PARTS = ("jitter", "affine", "blur", "flip")
+
 
 class Drawn:
     """Random numbers that were drawn beforehand, in place of a generator of the shifts below.
@@ -45,18 +48,21 @@ def prior_shift(
     generator: Generator | Drawn | None = None,
     *,
     invert: float = 0.1,
+    parts: Sequence[str] = PRIOR_PARTS,
     per: Per = "image",
     check: bool = True,
 ) -> Tensor:
     """Colour jitter, random grayscale and random invert: the shift the prior is measured with.
 
-    Brightness, contrast and saturation by a factor in [0.6, 1.4], hue by up to 0.1 turns, grayscale
-    with probability 0.2, and invert.
+    Jitter is brightness, contrast and saturation by a factor in [0.6, 1.4] and hue by up to 0.1
+    turns; grayscale has probability 0.2. Blur and flip, which the paper leaves out, are those of
+    `domain_shift`.
 
     Args:
         images: (N, C, H, W) in [0, 1].
         generator: source of randomness; None is torch's global one.
         invert: probability of that; the more often, the higher the prior in early layers.
+        parts: of "jitter", "grayscale", "invert", "blur" and "flip", those to do.
         per: whether every image draws its own shift, or the batch draws one for all.
         check: whether to look if images are in [0, 1], for which a GPU has to be waited for.
 
@@ -68,30 +74,38 @@ def prior_shift(
     # Here and below, imported on use: kornia takes seconds to import, and production has no need.
     from kornia.color import rgb_to_grayscale
 
+    _check_parts(parts, (*PRIOR_PARTS, "blur", "flip"))
     draw = _Draw(_checked(images, "prior_shift", check), generator, per)
-    images = _jitter(images, draw, (0.6, 1.4), (0.6, 1.4), (0.6, 1.4), 0.1)
-    if images.shape[1] == 3:
+    if "jitter" in parts:
+        images = _jitter(images, draw, (0.6, 1.4), (0.6, 1.4), (0.6, 1.4), 0.1)
+    if "grayscale" in parts and images.shape[1] == 3:
         images = torch.where(draw.chance(0.2), rgb_to_grayscale(images), images)
-    return torch.where(draw.chance(invert), 1 - images, images)
+    if "invert" in parts:
+        images = torch.where(draw.chance(invert), 1 - images, images)
+    if "blur" in parts:
+        images = _blur(images, draw.uniform(0.001, 0.5))
+    return _flip(images, generator) if "flip" in parts else images
 
 
 def domain_shift(
     images: Tensor,
     generator: Generator | Drawn | None = None,
     *,
+    parts: Sequence[str] = DOMAIN_PARTS,
     per: Per = "batch",
     check: bool = True,
 ) -> Tensor:
     """CoTTA's augmentation without its noise: the shift alpha is optimised under.
 
-    Brightness 0.6-1.4, contrast 0.7-1.3, saturation 0.5-1.5, hue +-0.06 turns, gamma 0.7-1.3; then,
-    in an image padded by half its size with its own edge, rotation +-15 degrees, a move of up to
-    1/16 of the padded size, scale 0.9-1.1; a 5 x 5 Gaussian blur with sigma 0.001-0.5; and a
-    horizontal flip with probability 0.5, drawn for every image whatever `per` says.
+    Jitter: brightness 0.6-1.4, contrast 0.7-1.3, saturation 0.5-1.5, hue +-0.06 turns, gamma
+    0.7-1.3. Affine, in an image padded by half its size with its own edge: rotation +-15 degrees, a
+    move of up to 1/16 of the padded size, scale 0.9-1.1. Blur: 5 x 5, Gaussian, sigma 0.001-0.5.
+    Flip: horizontal, with probability 0.5, drawn for every image whatever `per` says.
 
     Args:
         images: (N, C, H, W) in [0, 1].
         generator: source of randomness; None is torch's global one.
+        parts: of "jitter", "affine", "blur" and "flip", those to do.
         per: a test batch is one domain, so by default the batch draws one shift.
         check: see `prior_shift`.
 
@@ -100,11 +114,22 @@ def domain_shift(
         >>> domain_shift(images, torch.Generator().manual_seed(0)).shape
         torch.Size([4, 3, 32, 32])
     """
-    from kornia.geometry.transform import get_affine_matrix2d, warp_affine
-
+    _check_parts(parts, DOMAIN_PARTS)
     draw = _Draw(_checked(images, "domain_shift", check), generator, per)
-    images = _jitter(images, draw, (0.6, 1.4), (0.7, 1.3), (0.5, 1.5), 0.06)
-    images = images.pow(draw.uniform(0.7, 1.3)[:, None, None, None])
+    if "jitter" in parts:
+        images = _jitter(images, draw, (0.6, 1.4), (0.7, 1.3), (0.5, 1.5), 0.06)
+        images = images.pow(draw.uniform(0.7, 1.3)[:, None, None, None])
+    if "affine" in parts:
+        images = _affine(images, draw)
+    if "blur" in parts:
+        images = _blur(images, draw.uniform(0.001, 0.5))
+    if "flip" in parts:
+        images = _flip(images, generator)
+    return images.clamp(0, 1)
+
+
+def _affine(images: Tensor, draw: _Draw) -> Tensor:
+    from kornia.geometry.transform import get_affine_matrix2d, warp_affine
 
     height, width = images.shape[-2:]
     angle, scale = draw.uniform(-15, 15), draw.uniform(0.9, 1.1)
@@ -116,11 +141,11 @@ def domain_shift(
         (torch.full_like(right, (width - 1) / 2), torch.full_like(down, (height - 1) / 2)), 1
     )
     matrix = get_affine_matrix2d(move, centre, scale[:, None].expand(-1, 2), angle)[:, :2]
-    images = warp_affine(images, matrix, (height, width), padding_mode="border")
+    return warp_affine(images, matrix, (height, width), padding_mode="border")
 
-    images = _blur(images, draw.uniform(0.001, 0.5))
-    flip = _Draw(images, generator, "image").chance(0.5)
-    return torch.where(flip, images.flip(-1), images).clamp(0, 1)
+
+def _flip(images: Tensor, generator: Generator | Drawn | None) -> Tensor:
+    return torch.where(_Draw(images, generator, "image").chance(0.5), images.flip(-1), images)
 
 
 def numbers_drawn(augment: Augment, samples: int, channels: int) -> int | None:
@@ -231,6 +256,12 @@ class _Draw:
 
     def chance(self, probability: float) -> Tensor:
         return (self.uniform(0, 1) < probability)[:, None, None, None]
+
+
+def _check_parts(parts: Sequence[str], known: tuple[str, ...]) -> None:
+    unknown = [part for part in parts if part not in known]
+    if unknown:
+        raise ValueError(f"There is no part {unknown[0]!r} of it; there are {', '.join(known)}.")
 
 
 def _checked(images: Tensor, name: str, check: bool) -> Tensor:

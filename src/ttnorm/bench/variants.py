@@ -1,0 +1,191 @@
+"""Variants of post-training that the paper's ablations compare, by name.
+
+Each is the default with one thing changed. Alpha files are called NETWORK.VARIANT.seedN; those that
+are shipped with a network are its "default" and "dynamic" of seed 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from .. import artefact
+from ..augment import DOMAIN_PARTS, Augment, domain_shift, prior_shift
+from ..data.cifar import Images
+from ..data.corruptions import CORRUPTIONS, corrupt
+from ..data.loader import DeviceLoader
+from ..models import zoo
+from ..posttrain import PostTrainConfig, optimise_alpha, post_train_
+from ..prior import estimate_prior
+from ..surgery import convert_
+from .records import Record
+
+SEVERITY = 5  # of the corruptions that are taken for augmentation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What differs from the default.
+
+    Args:
+        config: of `PostTrainConfig`.
+        prior_parts: of `prior_shift`.
+        parts: of `domain_shift`.
+        average: the default's alpha, averaged over each "layer" or everything ("constant").
+        prior_corruption: a true corruption in place of the prior's shift.
+        corruption: a true corruption in place of the shift that alpha is optimised under.
+    """
+
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prior_parts: tuple[str, ...] | None = None
+    parts: tuple[str, ...] | None = None
+    average: str | None = None
+    prior_corruption: str | None = None
+    corruption: str | None = None
+
+
+VARIANTS: dict[str, Variant] = {
+    "default": Variant(),
+    "dynamic": Variant(config={"dynamic_batch": (4, 200)}),
+    # components: what alpha starts from, and what pulls at it
+    "random-mse": Variant(config={"init": "random", "ce": False}),
+    "random-ce": Variant(config={"init": "random", "mse": False}),
+    "random-ce-mse": Variant(config={"init": "random"}),
+    "prior-alone": Variant(config={"ce": False, "mse": False}),
+    "prior-ce": Variant(config={"mse": False}),
+    # strength of the regulariser; 0 is "prior-ce"
+    "lambda-0.1": Variant(config={"lambda_": 0.1}),
+    "lambda-10": Variant(config={"lambda_": 10.0}),
+    # granularity
+    "layer-mean": Variant(average="layer"),
+    "constant-mean": Variant(average="constant"),
+    "layer": Variant(config={"granularity": "layer"}),
+    # augmentation, a part at a time; padding alone changes nothing that is not cropped again
+    "prior-jitter": Variant(prior_parts=("jitter",)),
+    "prior-grayscale": Variant(prior_parts=("jitter", "grayscale")),
+    "prior-blur": Variant(prior_parts=("jitter", "grayscale", "invert", "blur")),
+    "prior-flip": Variant(prior_parts=("jitter", "grayscale", "invert", "blur", "flip")),
+    "alpha-jitter": Variant(parts=DOMAIN_PARTS[:1]),
+    "alpha-affine": Variant(parts=DOMAIN_PARTS[:2]),
+    "alpha-blur": Variant(parts=DOMAIN_PARTS[:3]),
+    **{f"prior-{c}": Variant(prior_corruption=c) for c in CORRUPTIONS},
+    **{f"alpha-{c}": Variant(corruption=c) for c in CORRUPTIONS},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What variants are fitted with.
+
+    Args:
+        train: the training set, on the device to train on.
+        corrupted: from a corruption to the training set under it, likewise.
+        textures: the folder with frost's pictures.
+        epochs: of post-training.
+    """
+
+    train: Images
+    corrupted: Mapping[str, Images] = dataclasses.field(default_factory=dict)
+    textures: Path | None = None
+    epochs: int = 30
+
+
+def fit_variant(
+    name: str, network: str, model: nn.Module, source: Source, seed: int, folder: Path
+) -> Path:
+    """The alpha file of a variant, fitted if it is not there; a killed run goes on.
+
+    Args:
+        name: one of VARIANTS.
+        network: the name of `model`, which is not changed.
+        seed: of everything that is random.
+        folder: with the alpha files that are there.
+    """
+    shipped = shipped_file(name, network, seed) if source.epochs == 30 else None
+    if shipped is not None:
+        return shipped
+    path = folder / f"{network}.{name}.seed{seed}.ttn.safetensors"
+    if path.exists():
+        return path
+    variant = VARIANTS[name]
+    model = copy.deepcopy(model)
+    if variant.average is not None:
+        default = fit_variant("default", network, model, source, seed, folder)
+        convert_(model, _averaged(artefact.read(default)[0], variant.average))
+    else:
+        checkpoint = path.with_suffix(".checkpoint")
+        _fit_(variant, model, source, seed, checkpoint)
+        checkpoint.unlink(missing_ok=True)
+    artefact.save(model, path)
+    return path
+
+
+def shipped_file(name: str, network: str, seed: int) -> Path | None:
+    """The file that came with the library, where it is that very variant."""
+    kind = {"default": "ttn", "dynamic": "dynamic"}.get(name)
+    if kind is None or seed != 0 or network not in zoo.NETWORKS:
+        return None
+    return zoo.alpha_files(network)[kind]
+
+
+def variant_of(record: Record) -> tuple[str, int] | None:
+    """The variant and the seed of a record's alpha, or None where it has none."""
+    if record["alpha"] is None:
+        return None
+    name = record["alpha"]["name"].removesuffix(".ttn.safetensors")
+    match = re.fullmatch(r"[^.]+\.(.+)\.seed(\d+)", name)
+    if match is not None:
+        return match[1], int(match[2])
+    return ("dynamic" if name.endswith(".dynamic") else "default"), 0
+
+
+def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpoint: Path) -> None:
+    config = PostTrainConfig(epochs=source.epochs, seed=seed, **variant.config)
+    clean = DeviceLoader(*source.train, 200, seed)
+    shift: Augment = prior_shift
+    if variant.prior_parts is not None:
+        shift = partial(prior_shift, parts=variant.prior_parts)
+    if variant.prior_corruption is not None:
+        shift = partial(_corrupted, corruption=variant.prior_corruption, textures=source.textures)
+    if variant.corruption is None:
+        augment = None if variant.parts is None else partial(domain_shift, parts=variant.parts)
+        post_train_(
+            model, clean, config, prior_augment=shift, augment=augment, checkpoint=checkpoint
+        )
+        return
+    # the prior from clean images as ever, alpha from corrupted ones
+    generator = Generator().manual_seed(seed)
+    prior = estimate_prior(model, clean, samples=config.prior_samples, generator=generator)
+    loader = DeviceLoader(*source.corrupted[variant.corruption], 200, seed)
+    result = optimise_alpha(model, loader, prior, config, augment=_as_it_is, checkpoint=checkpoint)
+    convert_(model, result.alpha)
+
+
+def _as_it_is(images: Tensor, generator: Generator | None) -> Tensor:
+    return images
+
+
+def _corrupted(
+    images: Tensor, generator: Generator | None, *, corruption: str, textures: Path | None
+) -> Tensor:
+    """A true corruption as an augmentation."""
+    seed = int(torch.randint(2**31, (), generator=generator))
+    pixels = (images * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    moved = corrupt(pixels, corruption, SEVERITY, seed=seed, textures=textures)
+    return torch.from_numpy(moved).permute(0, 3, 1, 2).to(images) / 255
+
+
+def _averaged(alpha: dict[str, Tensor], over: str) -> dict[str, Tensor]:
+    everything = torch.cat(list(alpha.values())).mean()
+    return {
+        name: (a.mean() if over == "layer" else everything).expand_as(a).clone()
+        for name, a in alpha.items()
+    }

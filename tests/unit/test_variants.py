@@ -1,0 +1,74 @@
+"""Variants of post-training: files that are made once, and what is in them."""
+
+import pytest
+import small_network
+import torch
+
+from ttnorm import artefact
+from ttnorm.bench.variants import VARIANTS, Source, fit_variant, variant_of
+from ttnorm.data.cifar import Images
+from ttnorm.models import zoo
+
+
+@pytest.fixture
+def source():
+    g = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (240, 3, 32, 32), generator=g, dtype=torch.uint8)
+    train = Images(images, torch.randint(0, 10, (240,), generator=g))
+    return Source(train, {"fog": Images(images // 2 + 100, train.labels)}, epochs=3)
+
+
+@pytest.fixture
+def fit(source, tmp_path):
+    def fitted(name, seed=0, source=source):
+        model = small_network.network()
+        path = fit_variant(name, "small", model, source, seed, tmp_path)
+        assert all(type(m).__name__ != "TTNorm2d" for m in model)  # it is not changed
+        alpha, metadata = artefact.read(path)
+        return path, torch.cat(list(alpha.values())), metadata
+
+    return fitted
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in VARIANTS if not any(c in n for c in ("frost", "snow"))]
+)
+def test_every_variant_can_be_fitted_and_is_its_own(fit, name, source):
+    corruption = VARIANTS[name].corruption
+    if corruption is not None:
+        corrupted = {corruption: source.corrupted["fog"]}
+        source = Source(source.train, corrupted, epochs=3)
+    path, alpha, _ = fit(name, source=source)
+    assert alpha.min() >= 0
+    assert alpha.max() <= 1
+    assert variant_of({"alpha": {"name": path.name}}) == (name, 0)
+    if name != "default":
+        assert not torch.equal(alpha, fit("default")[1])
+
+
+def test_averages_are_those_of_the_default(fit):
+    alpha, layers, constant = (fit(n)[1] for n in ("default", "layer-mean", "constant-mean"))
+    assert torch.allclose(constant, alpha.mean().expand_as(alpha))
+    assert torch.allclose(layers[:8], alpha[:8].mean().expand(8))
+    assert torch.allclose(layers[8:], alpha[8:].mean().expand(16))
+
+
+def test_a_file_that_is_there_is_not_made_again(fit):
+    path, *_ = fit("default")
+    before = path.stat().st_mtime_ns
+    fit("default")
+    assert path.stat().st_mtime_ns == before
+    assert not list(path.parent.glob("*.checkpoint"))
+
+
+def test_another_seed_is_another_alpha(fit):
+    assert not torch.equal(fit("default", 0)[1], fit("default", 1)[1])
+
+
+def test_shipped_files_are_the_default_and_the_dynamic_of_seed_0(source, tmp_path):
+    source = Source(source.train)  # 30 epochs
+    for name, kind in (("default", "ttn"), ("dynamic", "dynamic")):
+        path = fit_variant(name, "wrn40_2-cifar10", None, source, 0, tmp_path)
+        assert path == zoo.alpha_files("wrn40_2-cifar10")[kind]
+        assert variant_of({"alpha": {"name": path.name}}) == (name, 0)
+    assert variant_of({"alpha": None}) is None
