@@ -23,6 +23,8 @@ try:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from .cli_reproduce import reproduce
 except ImportError as error:  # the library itself needs neither
     sys.exit(f"The command line needs more than the library: pip install 'ttnorm[bench]' ({error})")
 
@@ -33,6 +35,7 @@ app = typer.Typer(
     help="Test-time normalization: networks with BatchNorm that adapt in a plain forward.",
 )
 console = Console()
+app.command("reproduce")(reproduce)
 
 Network = Annotated[
     str,

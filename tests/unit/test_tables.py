@@ -67,7 +67,9 @@ def test_seeds_give_a_deviation():
 def test_a_cell_that_lacks_a_domain_is_empty():
     cells = dict(table(RECORDS[:-1]).rows)["α = 0.3"]
     assert [c.ours for c in cells] == [15.0, None, None]
-    assert "| α = 0.3 | 15.00 (12.05) | – (17.42) | –" in tables.to_markdown(table(RECORDS[:-1]))
+    assert "| α = 0.3 | 15.00 (12.05, +2.95) | – (17.42) | –" in tables.to_markdown(
+        table(RECORDS[:-1])
+    )
 
 
 def test_other_corruptions_or_severities_are_not_put_beside_the_paper():
@@ -93,9 +95,43 @@ def test_severities_networks_and_subsets_have_tables_of_their_own():
 
 
 def test_two_records_of_one_cell_are_not_mixed_up():
-    other = [r | {"alpha": "another file"} for r in RECORDS]
+    one, other = (
+        [r | {"alpha": {"name": "net.ttn.safetensors", "fingerprint": f}} for r in RECORDS]
+        for f in ("0123", "4567")
+    )
     with pytest.raises(ValueError, match="two records of source on gaussian_noise at B = 200"):
-        table(RECORDS + other)
+        table(one + other)
+
+
+def fitted(variant, seed, records):
+    """As if they had been scored with a variant of post-training."""
+    name = f"net.{variant}.seed{seed}.ttn.safetensors"
+    return [r | {"alpha": {"name": name, "fingerprint": f"{variant}{seed}"}} for r in records]
+
+
+def test_seeds_of_post_training_are_averaged_and_ablations_left_out():
+    ttn = [r for r in RECORDS if r["norm"] == "ttn"]
+    worse = [r | {"wrong": r["wrong"] + r["n"] // 50} for r in ttn]
+    both = fitted("default", 0, ttn) + fitted("default", 1, worse) + fitted("layer", 0, worse)
+    ((name, cells),) = table(both).rows
+    ((_, alone),) = table(ttn).rows
+    assert name == "TTN"
+    assert cells[0].ours == pytest.approx(alone[0].ours + 1)
+    assert cells[0].deviation == pytest.approx(2**0.5)
+
+
+def test_a_table_of_variants_has_the_papers_beside():
+    ttn = [r for r in RECORDS if r["norm"] == "ttn"]
+    records = fitted("lambda-10", 0, ttn) + fitted("default", 0, ttn) + fitted("layer", 0, ttn)
+    names = {"default": "λ = 1", "lambda-10": "λ = 10", "lambda-0.1": "λ = 0.1"}
+    found = tables.by_variant(records, dataset="cifar10-c", names=names, title="lambda")
+    rows = dict(found.rows)
+    assert list(rows) == ["λ = 1", "λ = 10", "λ = 0.1"]
+    assert rows["λ = 10"][0].paper == 12.45
+    assert rows["λ = 10"][0].ours == rows["λ = 1"][0].ours
+    assert rows["λ = 0.1"][0].ours is None
+    with pytest.raises(ValueError, match="no records of cifar100-c"):
+        tables.by_variant(records, dataset="cifar100-c", names=names, title="lambda")
 
 
 def test_by_domain():
@@ -107,7 +143,8 @@ def test_by_domain():
 def test_markdown_marks_the_best_of_a_column():
     text = tables.to_markdown(table())
     assert text.splitlines()[0] == "| | B = 200 | B = 1 | average |"
-    assert "| TTN | **12.00** (11.67) | **12.00** (17.99) | **12.00** (14.83) |" in text
+    row = "| TTN | **12.00** (11.67, +0.33) | **12.00** (17.99, -5.99) | **12.00** (14.83, -2.83) |"
+    assert row in text
 
 
 def test_csv_holds_everything():
@@ -200,8 +237,7 @@ class TestReport:
     def test_the_page_has_tables_gains_and_pictures_that_are_there(self, tmp_path):
         write_report(RECORDS, tmp_path)
         text = (tmp_path / "results.md").read_text()
-        assert "| ours | 55.6 % | 55.6 % | 55.6 % |" in text  # 1 - 12 / 27
-        assert "| paper | 36.1 % | 1.5 % | 18.8 % |" in text
+        assert "| TTN | 55.6 % (36.1 %) | 55.6 % (1.5 %) | 55.6 % (18.8 %) |" in text  # 1 - 12 / 27
         links = [part.split(")")[0] for part in text.split("](")[1:]]
         assert links
         assert all((tmp_path / link).is_file() for link in links)
@@ -217,6 +253,18 @@ class TestReport:
     )
     def test_whatever_is_there_is_reported(self, tmp_path, chosen):
         assert write_report([r for r in RECORDS if chosen(r)], tmp_path)
+
+    def test_ablations_and_true_corruptions_have_their_own_places(self, tmp_path):
+        ttn = [r for r in RECORDS if r["norm"] == "ttn"]
+        records = RECORDS[:60] + fitted("default", 0, ttn) + fitted("lambda-10", 0, ttn)
+        for corruption in CORRUPTIONS[:3]:
+            records += fitted(f"prior-{corruption}", 0, ttn)
+        write_report(records, tmp_path)
+        text = (tmp_path / "results.md").read_text()
+        assert "12.00 (12.45, -0.45)" in text.replace("**", "")
+        assert "Components" not in text
+        assert (tmp_path / "results" / "cifar10-c-corruptions-prior.svg").is_file()
+        assert not (tmp_path / "results" / "cifar10-c-corruptions-alpha.svg").exists()
 
     def test_nothing_to_report(self, tmp_path):
         with pytest.raises(ValueError, match="no records"):

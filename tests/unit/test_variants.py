@@ -5,7 +5,8 @@ import small_network
 import torch
 
 from ttnorm import artefact
-from ttnorm.bench.variants import VARIANTS, Source, fit_variant, variant_of
+from ttnorm.bench.records import variant_of
+from ttnorm.bench.variants import VARIANTS, Source, fit_variant
 from ttnorm.data.cifar import Images
 from ttnorm.models import zoo
 

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from .records import Record
+from ..data.corruptions import CORRUPTIONS
+from .records import Record, variant_of
 from .tables import by_batch_size, by_domain
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; TTN always has the same one
@@ -102,6 +103,43 @@ def alpha_by_depth(alpha: Mapping[str, Tensor], title: str) -> Figure:
     axes.set_ylabel("alpha: 0 source, 1 batch")
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def corruption_by_corruption(
+    records: Iterable[Record], *, dataset: str, what: str, batch_size: int = 200
+) -> Figure:
+    """Error under each corruption (rows) where another stood in for the simulated shift (columns).
+
+    Colours compare a row (the paper's Fig. 5); the last column is the default augmentation.
+
+    Args:
+        what: "prior" or "alpha", that the corruption was an augmentation for.
+    """
+    errors: dict[str, dict[str, list[float]]] = {}
+    for r in records:
+        what_is_scored = (r["dataset"], r["scenario"], r["norm"], r["method"], r["batch_size"])
+        fitted = variant_of(r)
+        if what_is_scored == (dataset, "single", "ttn", "none", batch_size) and fitted:
+            column = errors.setdefault(fitted[0].removeprefix(f"{what}-"), {})
+            column.setdefault(r["domain"], []).append(100 * r["wrong"] / r["n"])
+    columns = [c for c in (*CORRUPTIONS, "default") if c in errors]
+    rows = [c for c in CORRUPTIONS if all(c in errors[column] for column in columns)]
+    grid = np.array([[np.mean(errors[column][row]) for column in columns] for row in rows])
+    spread = np.ptp(grid, axis=1, keepdims=True)
+    shades = (grid - grid.min(1, keepdims=True)) / np.where(spread == 0, 1, spread)
+    figure = Figure(figsize=(9.0, 6.4), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(shades, cmap="cividis", aspect="auto", alpha=0.85)
+    for (row, column), value in np.ndenumerate(grid):
+        colour = "black" if shades[row, column] > 0.5 else "white"
+        axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=7, color=colour)
+    names = [c.replace("_", " ") for c in columns]
+    axes.set_xticks(range(len(columns)), names, rotation=40, ha="right", fontsize=8)
+    axes.set_yticks(range(len(rows)), [c.replace("_", " ") for c in rows], fontsize=8)
+    axes.set_xlabel("augmentation for " + ("the prior" if what == "prior" else "optimising alpha"))
+    axes.set_ylabel("test corruption")
+    axes.set_title(f"{dataset}: error in %, B = {batch_size}", loc="left")
     return figure
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,17 @@ def _parse(line: str, file: Path, number: int) -> Record:
 def _cell(record: Record) -> str:
     identity = {key: value for key, value in record.items() if key not in OUTCOME}
     return json.dumps(identity, sort_keys=True)
+
+
+def variant_of(record: Record) -> tuple[str, int] | None:
+    """The variant and the seed of a record's alpha, or None where it has none."""
+    if record.get("alpha") is None:
+        return None
+    name = record["alpha"]["name"].removesuffix(".ttn.safetensors")
+    match = re.fullmatch(r"[^.]+\.(.+)\.seed(\d+)", name)
+    if match is not None:
+        return match[1], int(match[2])
+    return ("dynamic" if name.endswith(".dynamic") else "default"), 0
 
 
 def _cut_torn_line(path: Path) -> None:

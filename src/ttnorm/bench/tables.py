@@ -10,15 +10,17 @@ import csv
 import dataclasses
 import io
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.corruptions import CORRUPTIONS
 from . import paper
-from .records import Record
+from .records import Record, variant_of
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
+
+    from .experiments import Experiment
 
 NAMES = {
     "source": "Source (CBN)",
@@ -29,6 +31,41 @@ NAMES = {
     "ttn": "TTN",
     "ttn-scaled": "TTN (scaled)",
     "ttn-dynamic": "TTN (dynamic)",
+}
+
+
+# Variants of post-training that are compared, and what readers call them
+ABLATIONS = {
+    "Components: where alpha starts, and what pulls at it": {
+        "random-mse": "random start, MSE",
+        "random-ce": "random start, CE",
+        "random-ce-mse": "random start, CE + MSE",
+        "prior-alone": "the prior itself",
+        "prior-ce": "from the prior, CE",
+        "default": "from the prior, CE + MSE",
+    },
+    "Granularity: what shares one alpha": {
+        "default": "channel",
+        "layer-mean": "layer, mean of its channels",
+        "constant-mean": "everything, mean of all channels",
+        "layer": "layer, optimised",
+    },
+    "Regulariser: the weight of the distance to the prior": {
+        "prior-ce": "λ = 0",
+        "lambda-0.1": "λ = 0.1",
+        "default": "λ = 1",
+        "lambda-10": "λ = 10",
+    },
+    "Augmentation: one part more in every row": {
+        "prior-jitter": "prior: colour jitter",
+        "prior-grayscale": "prior: + grayscale",
+        "default": "prior: + invert; alpha: + flip (default)",
+        "prior-blur": "prior: + Gaussian blur",
+        "prior-flip": "prior: + horizontal flip",
+        "alpha-jitter": "alpha: colour jitter, padding",
+        "alpha-affine": "alpha: + affine",
+        "alpha-blur": "alpha: + Gaussian blur",
+    },
 }
 
 
@@ -89,6 +126,7 @@ def split(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 def by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> Table:
     """A row per norm and method, a column per batch size and one for their average."""
     chosen = [r for r in records if r["dataset"] == dataset and r["scenario"] == scenario]
+    chosen = [r for r in chosen if _is_of_its_norm(r)]
     if not chosen:
         raise ValueError(f"There are no records of {dataset} in the scenario {scenario}.")
     sizes = sorted({r["batch_size"] for r in chosen}, reverse=True)
@@ -113,6 +151,7 @@ def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_s
         r
         for r in records
         if (r["dataset"], r["scenario"], r["batch_size"]) == (dataset, scenario, batch_size)
+        and _is_of_its_norm(r)
     ]
     if not chosen:
         raise ValueError(f"There are no records of {dataset}, {scenario} at B = {batch_size}.")
@@ -125,6 +164,53 @@ def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_s
     title = f"{dataset}, {scenario}, B = {batch_size}: error in %"
     columns = [d.replace("_", " ") for d in domains]
     return Table(title, [*columns, "average"], rows, _note(chosen))
+
+
+def by_variant(
+    records: Iterable[Record], *, dataset: str, names: Mapping[str, str], title: str
+) -> Table:
+    """A row per variant of post-training, a column per batch size and one for their average.
+
+    Args:
+        names: what readers call a variant, in the order of the rows.
+    """
+    found: dict[str, dict[int, list[Record]]] = {}
+    for r in records:
+        what = (r["dataset"], r["scenario"], r["norm"], r["method"])
+        fitted = variant_of(r)
+        if what == (dataset, "single", "ttn", "none") and fitted and fitted[0] in names:
+            found.setdefault(fitted[0], {}).setdefault(r["batch_size"], []).append(r)
+    if not found:
+        raise ValueError(f"There are no records of {dataset} for {title}.")
+    # a batch size that not all were run at belongs to another table
+    sizes = sorted(set.intersection(*(set(by_size) for by_size in found.values())), reverse=True)
+    chosen = [r for by_size in found.values() for size in sizes for r in by_size[size]]
+    domains = {r["domain"] for r in chosen}
+    published = dataset == "cifar10-c" and _as_in_the_paper(chosen)
+    rows = []
+    for variant, name in names.items():
+        cells = []
+        for size in sizes:
+            theirs = paper.variant_error(variant, size) if published else None
+            cells.append(_cell(found.get(variant, {}).get(size, []), domains, theirs))
+        rows.append((name, [*cells, _average(cells)]))
+    columns = [*(f"B = {size}" for size in sizes), "average"]
+    return Table(f"{dataset}, {title}: error in %", columns, rows, _note(chosen))
+
+
+def of_experiment(experiment: Experiment, records: Iterable[Record]) -> list[Table]:
+    """The tables that show an experiment, of all that is in the records."""
+    records, found = list(records), []
+    for dataset in experiment.datasets:
+        for scenario in experiment.scenarios if experiment.rows else ():
+            name = dataset if scenario == "source" else f"{dataset}-c"
+            here = [r for r in records if (r["norm"], r["method"]) in experiment.rows]
+            if any((r["dataset"], r["scenario"]) == (name, scenario) for r in here):
+                found.append(by_batch_size(here, dataset=name, scenario=scenario))
+        for title, names in ABLATIONS.items():
+            if experiment.variants and set(experiment.variants) == names.keys():
+                found.append(by_variant(records, dataset=f"{dataset}-c", names=names, title=title))
+    return found
 
 
 def to_rich(table: Table) -> RichTable:
@@ -146,7 +232,8 @@ def to_rich(table: Table) -> RichTable:
 
 
 def to_markdown(table: Table) -> str:
-    """For a document: our error, the best of a column in bold, the paper's in brackets."""
+    """For a document: our error, the best of a column in bold, the paper's and the difference in
+    brackets."""
     best = _best(table)
     lines = [
         "| | " + " | ".join(table.columns) + " |",
@@ -157,7 +244,7 @@ def to_markdown(table: Table) -> str:
         for index, cell in enumerate(cells):
             text = _ours(cell)
             text = f"**{text}**" if cell.ours is not None and cell is best[index] else text
-            texts.append(text + ("" if cell.paper is None else f" ({cell.paper:.2f})"))
+            texts.append(text + _beside(cell))
         lines.append(f"| {name} | " + " | ".join(texts) + " |")
     return "\n".join([*lines, "", table.note, ""])
 
@@ -206,9 +293,9 @@ def _rows(records: Sequence[Record]) -> list[tuple[str, str]]:
 
 
 def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) -> Cell:
-    by_seed: dict[int, dict[str, float]] = {}
+    by_seed: dict[Any, dict[str, float]] = {}
     for r in records:
-        errors = by_seed.setdefault(r["seed"], {})
+        errors = by_seed.setdefault((r["seed"], variant_of(r)), {})
         if r["domain"] in errors:
             raise ValueError(
                 f"There are two records of {r['norm']} on {r['domain']} at B = {r['batch_size']}: "
@@ -221,6 +308,12 @@ def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) ->
         return Cell(None, None, theirs)
     deviation = statistics.stdev(means) if len(means) > 1 else None
     return Cell(statistics.mean(means), deviation, theirs)
+
+
+def _is_of_its_norm(record: Record) -> bool:
+    """Whether its alpha is the one that the norm stands for, and no ablation of it."""
+    variant = variant_of(record)
+    return variant is None or variant[0] in ("default", "dynamic")
 
 
 def _as_in_the_paper(records: Sequence[Record]) -> bool:
@@ -262,10 +355,19 @@ def _ours(cell: Cell, plus_minus: str = "±") -> str:
     return f"{cell.ours:.2f} {plus_minus} {cell.deviation:.2f}"
 
 
+def _beside(cell: Cell) -> str:
+    """The paper's error, and by how many points ours is higher."""
+    if cell.paper is None:
+        return ""
+    if cell.ours is None:
+        return f" ({cell.paper:.2f})"
+    return f" ({cell.paper:.2f}, {cell.ours - cell.paper:+.2f})"
+
+
 def _note(records: Sequence[Record]) -> str:
     models = sorted({r["model"]["name"] for r in records})
     images = sorted({r["config"]["subset"] for r in records})
-    seeds = len({r["seed"] for r in records})
+    seeds = len({(r["seed"], (variant_of(r) or ("", 0))[1]) for r in records})
     count = " or ".join(f"{n:,}" for n in images)
     runs = f", {seeds} seeds" if seeds > 1 else ""
     return f"{', '.join(models)}; {count} images a domain{runs}."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from ..models import zoo
 from ..posttrain import PostTrainConfig, optimise_alpha, post_train_
 from ..prior import estimate_prior
 from ..surgery import convert_
-from .records import Record
 
 SEVERITY = 5  # of the corruptions that are taken for augmentation
 
@@ -134,17 +132,6 @@ def shipped_file(name: str, network: str, seed: int) -> Path | None:
     if kind is None or seed != 0 or network not in zoo.NETWORKS:
         return None
     return zoo.alpha_files(network)[kind]
-
-
-def variant_of(record: Record) -> tuple[str, int] | None:
-    """The variant and the seed of a record's alpha, or None where it has none."""
-    if record["alpha"] is None:
-        return None
-    name = record["alpha"]["name"].removesuffix(".ttn.safetensors")
-    match = re.fullmatch(r"[^.]+\.(.+)\.seed(\d+)", name)
-    if match is not None:
-        return match[1], int(match[2])
-    return ("dynamic" if name.endswith(".dynamic") else "default"), 0
 
 
 def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpoint: Path) -> None:

@@ -1,0 +1,181 @@
+"""What each table and figure of the paper's CIFAR evaluation runs, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from ..data.corruptions import CORRUPTIONS
+from ..norms import norm_named
+from .evaluate import Job
+from .paper import BATCH_SIZES
+
+Row = tuple[str, str]  # norm and method
+
+BOTH = ("cifar10", "cifar100")
+NORMS: tuple[Row, ...] = tuple(
+    (norm, "none") for norm in ("source", "tbn", "adaptive-bn", "alpha-bn", "mixnorm", "ttn")
+)
+METHODS: tuple[Row, ...] = tuple(
+    (norm, method) for method in ("tent", "swr") for norm in ("tbn", "ttn")
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A table or figure.
+
+    Args:
+        title: what it shows.
+        rows: norms and methods that are scored.
+        variants: of post-training, each scored as the norm "ttn": see `variants`.
+        datasets: of which networks.
+        scenarios: in which streams.
+        batch_sizes: of test batches.
+    """
+
+    title: str
+    rows: tuple[Row, ...] = ()
+    variants: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ("cifar10",)
+    scenarios: tuple[str, ...] = ("single",)
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "table1": Experiment(title="single domain", rows=NORMS + METHODS, datasets=BOTH),
+    "table2": Experiment(
+        title="continual",
+        rows=(("source", "none"), ("ttn", "none"), ("tbn", "cotta"), *METHODS),
+        datasets=BOTH,
+        scenarios=("continual",),
+    ),
+    "table3": Experiment(
+        title="mixed",
+        rows=NORMS + METHODS,
+        datasets=BOTH,
+        scenarios=("mixed", "mixed-pairs"),
+    ),
+    "table4": Experiment(
+        title="source domain",
+        rows=(("source", "none"), ("tbn", "none"), ("ttn", "none"), *METHODS),
+        scenarios=("source",),
+    ),
+    "table5": Experiment(
+        title="class-sorted",
+        rows=(("source", "none"), ("tbn", "none"), ("ttn", "none")),
+        scenarios=("class-sorted",),
+    ),
+    "table7": Experiment(
+        title="components",
+        variants=(
+            "random-mse",
+            "random-ce",
+            "random-ce-mse",
+            "prior-alone",
+            "prior-ce",
+            "default",
+        ),
+    ),
+    "table8": Experiment(
+        title="granularity", variants=("default", "layer-mean", "constant-mean", "layer")
+    ),
+    "table9": Experiment(
+        title="strength of the regulariser",
+        variants=("prior-ce", "lambda-0.1", "default", "lambda-10"),
+    ),
+    "table10": Experiment(
+        title="constant alpha",
+        rows=tuple((f"constant-{tenth / 10:g}", "none") for tenth in range(11)),
+    ),
+    "table11": Experiment(
+        title="variants for small batches",
+        rows=(
+            ("ttn", "none"),
+            ("ttn", "ttn-online"),
+            ("ttn-scaled", "none"),
+            ("ttn-dynamic", "none"),
+        ),
+        scenarios=("single", "continual", "mixed"),
+    ),
+    "table12": Experiment(
+        title="types of augmentation",
+        variants=(
+            "prior-jitter",
+            "prior-grayscale",
+            "default",
+            "prior-blur",
+            "prior-flip",
+            "alpha-jitter",
+            "alpha-affine",
+            "alpha-blur",
+        ),
+        batch_sizes=(200,),
+    ),
+    "table14": Experiment(title="each corruption", rows=(("ttn", "none"),)),
+    "figure1": Experiment(title="error against batch size", rows=NORMS[:2] + NORMS[-1:] + METHODS),
+    "figure4": Experiment(title="alpha over depth", variants=("default",), datasets=BOTH),
+    "figure5": Experiment(
+        title="true corruptions as augmentation",
+        variants=tuple(f"{what}-{c}" for what in ("prior", "alpha") for c in CORRUPTIONS),
+        batch_sizes=(200,),
+    ),
+}
+
+
+def experiments_named(names: Sequence[str]) -> dict[str, Experiment]:
+    """Those of these names; "all" is all of them."""
+    if "all" in names:
+        return dict(EXPERIMENTS)
+    for name in names:
+        if name not in EXPERIMENTS:
+            raise ValueError(
+                f"There is no experiment {name!r}; there are {', '.join(EXPERIMENTS)} and all."
+            )
+    return {name: EXPERIMENTS[name] for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Jobs that are run with the same alpha.
+
+    Args:
+        dataset: "cifar10" or "cifar100".
+        variant: of post-training, or None where no job needs an alpha file.
+        seed: of that post-training.
+        jobs: what is run.
+    """
+
+    dataset: str
+    variant: str | None
+    seed: int
+    jobs: tuple[Job, ...]
+
+
+def parts(experiment: Experiment, seeds: int, batch_sizes: Sequence[int] = ()) -> Iterator[Part]:
+    """What an experiment consists of.
+
+    Where post-training is random and nothing adapts besides, there is a part for every seed.
+
+    Args:
+        experiment: see `EXPERIMENTS`.
+        seeds: of post-training.
+        batch_sizes: others than the experiment's.
+    """
+    sizes = batch_sizes or experiment.batch_sizes
+    for dataset in experiment.datasets:
+        for norm, method in experiment.rows:
+            kind = norm_named(norm).alpha_file
+            variant = {None: None, "ttn": "default", "dynamic": "dynamic"}[kind]
+            jobs = tuple(
+                Job(norm=norm, method=method, scenario=scenario, batch_size=size)
+                for scenario in experiment.scenarios
+                for size in sizes
+            )
+            repeats = seeds if variant is not None and method == "none" else 1
+            for seed in range(repeats):
+                yield Part(dataset, variant, seed, jobs)
+        for variant in experiment.variants:
+            jobs = tuple(Job(norm="ttn", batch_size=size) for size in sizes)
+            for seed in range(1 if experiment.title.startswith("true") else seeds):
+                yield Part(dataset, variant, seed, jobs)

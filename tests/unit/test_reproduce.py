@@ -1,0 +1,89 @@
+"""The paper's experiments: what they consist of, and that they run, once."""
+
+import pytest
+from typer.testing import CliRunner
+
+from ttnorm.bench import tables
+from ttnorm.bench.experiments import EXPERIMENTS, experiments_named, parts
+from ttnorm.bench.records import read_records, variant_of
+from ttnorm.bench.reproduce import Bench, Scale, reproduce
+from ttnorm.bench.scenarios import SCENARIOS
+from ttnorm.bench.variants import VARIANTS
+from ttnorm.cli import app
+from ttnorm.demo import ASSETS
+from ttnorm.methods import METHODS
+from ttnorm.norms import norm_named
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_name_what_there_is(name):
+    experiment = EXPERIMENTS[name]
+    for norm, method in experiment.rows:
+        assert norm_named(norm)
+        assert method in METHODS
+    assert set(experiment.variants) <= set(VARIANTS)
+    assert set(experiment.scenarios) <= set(SCENARIOS)
+    assert experiment.rows or experiment.variants
+
+
+def test_post_training_is_repeated_where_it_is_random_and_nothing_else_adapts():
+    found = [
+        (part.variant, part.seed, part.jobs[0].norm, part.jobs[0].method)
+        for part in parts(EXPERIMENTS["table1"], seeds=3)
+        if part.dataset == "cifar10"
+    ]
+    assert [f for f in found if f[2:] == ("ttn", "none")] == [
+        ("default", seed, "ttn", "none") for seed in range(3)
+    ]
+    assert [f for f in found if f[2:] == ("ttn", "tent")] == [("default", 0, "ttn", "tent")]
+    assert [f for f in found if f[2] == "tbn"] == [
+        (None, 0, "tbn", method) for method in ("none", "tent", "swr")
+    ]
+
+
+def test_true_corruptions_are_thirty_post_trainings():
+    found = list(parts(EXPERIMENTS["figure5"], seeds=3))
+    assert len(found) == 30
+    assert all(len(part.jobs) == 1 for part in found)
+
+
+def test_all_is_all():
+    assert experiments_named(["all"]) == EXPERIMENTS
+    with pytest.raises(ValueError, match="There is no experiment 'table6'"):
+        experiments_named(["table1", "table6"])
+
+
+@pytest.fixture
+def bench(tmp_path):
+    scale = Scale(
+        corruptions=("contrast",), images=8, train=200, epochs=1, seeds=1, batch_sizes=(4,)
+    )
+    folders = (ASSETS / "cifar10", tmp_path / "work", tmp_path / "alphas")
+    return {"cifar10": Bench("cifar10", *folders, None, "cpu", scale)}
+
+
+def test_an_experiment_runs_once(bench, tmp_path, caplog):
+    records = tmp_path / "records"
+    reproduce(["table8"], bench, records)
+    found = read_records([records])
+    assert [variant_of(r)[0] for r in found] == list(EXPERIMENTS["table8"].variants)
+    assert all(r["experiment"] == "table8" and r["n"] == 8 for r in found)
+    (table,) = tables.of_experiment(EXPERIMENTS["table8"], found)
+    assert all(cell.ours is not None for _, cells in table.rows for cell in cells)
+    reproduce(["table8", "table14"], bench, records)  # the latter is the default
+    assert read_records([records]) == found
+
+
+def test_methods_and_the_clean_test_set(bench, tmp_path):
+    reproduce(["table4"], bench, tmp_path / "records")
+    found = read_records([tmp_path / "records"])
+    assert {(r["norm"], r["method"]) for r in found} == set(EXPERIMENTS["table4"].rows)
+    assert {(r["dataset"], r["domain"]) for r in found} == {("cifar10", "clean")}
+
+
+def test_what_is_missing_is_said(bench, tmp_path, caplog):
+    reproduce(["figure4"], bench, tmp_path / "records")
+    assert "without cifar100" in caplog.text
+    result = CliRunner().invoke(app, ["reproduce", "table1", "--work", str(tmp_path / "w")])
+    assert isinstance(result.exception, ValueError)
+    assert "--cifar10" in str(result.exception)
