@@ -22,6 +22,7 @@ TITLES = {
     "posttrain_cost": "Post-training",
     "adapt_cost": "A step of a gradient method",
     "evaluate_cost": "Scoring with groups",
+    "fold_cost": "Folding",
 }
 
 

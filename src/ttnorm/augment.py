@@ -183,7 +183,7 @@ def shift_images(
     scale = _per_channel(images, per_channel_list(std) or [1.0])
     unit = images * scale + offset
     if check:
-        _check_unit_range(unit)
+        check_unit_range(unit)
     # Rounding alone leaves [0, 1] by less than the tolerance just checked.
     return (augment(unit.clamp(0, 1), generator) - offset) / scale  # type: ignore[arg-type]
 
@@ -271,11 +271,12 @@ def _checked(images: Tensor, name: str, check: bool) -> Tensor:
             "Pass your own augment(x, generator) for other data."
         )
     if check:
-        _check_unit_range(images)
+        check_unit_range(images)
     return images
 
 
-def _check_unit_range(images: Tensor) -> None:
+def check_unit_range(images: Tensor) -> None:
+    """Raise where images are not in [0, 1], for which a GPU has to be waited for."""
     if not images.is_floating_point():
         raise TypeError(
             f"Images are {images.dtype}, expected floating point. Convert them to [0, 1] with "

@@ -258,13 +258,17 @@ def evaluate(
     from .bench import evaluate as bench
     from .bench import records as files
     from .bench.runs import load_domains, network_under_test
+    from .methods import METHODS
+    from .methods.swr import gradient_agreement
     from .norms import NORMS
 
     where = inputs.device(device)
     inputs.check_writable(records)
     model = inputs.network(network, where)
-    images = None if source is None else inputs.loader(str(source), where)
-    tested = network_under_test(network, model, alpha, dynamic_alpha, images)
+    agreement = None
+    if source is not None and any(METHODS[m].needs_agreement for m in method or () if m in METHODS):
+        agreement = gradient_agreement(model, inputs.loader(str(source), where))
+    tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
     file = files.RecordFile(records)
     runs = []
     for chosen in scenario or ["single"]:

@@ -32,7 +32,7 @@ def reproduce(
             "post-training on 2,000 images; records go below WORK. Minutes on a CPU."
         ),
     ] = False,
-    seeds: Annotated[int | None, typer.Option(help="Of post-training; 3 if none.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Of post-training; 3 if none.")] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, ...; a GPU if there is one.")
     ] = None,

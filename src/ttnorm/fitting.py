@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import kernels
 from .artefact import read_safetensors, write_atomically
 from .augment import Drawn, numbers_drawn
-from .batches import Loader, Loss, batches, scalar
+from .batches import Loader, Loss, batches, cross_entropy, scalar
 from .capture import Repeated
 from .distributed import rank, world_size
 from .layers import TTNormBase
@@ -105,7 +105,8 @@ class Fit:
             for layer in layers.values():
                 layer.sync = layer.sync or config.sync_statistics
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "float16")
-        alone = world_size() == 1 and not self.scaler.is_enabled()
+        # a loss of the user's may run Python code that a recorded step would leave out
+        alone = world_size() == 1 and not self.scaler.is_enabled() and loss is cross_entropy
         self.recorded = kernels.ENABLED and alone and self.device.type == "cuda"
         # a recorded step needs the rate, and the count of steps, on the GPU
         self.lr = torch.tensor(config.lr, device=self.device)

@@ -50,8 +50,12 @@ class MixNorm(nn.Module):
         return [(stream.first.clone(), stream.second.clone()) for stream in self.streams]
 
     def load_stream_state(self, state: list[tuple[Tensor, Tensor]]) -> None:
+        shapes = [stream.first.shape for stream in self.streams]
+        if [first.shape for first, _ in state] != shapes:
+            raise ValueError("The state of MixNorm's stream was saved with another network.")
         for stream, (first, second) in zip(self.streams, state, strict=True):
-            stream.first, stream.second = first.clone(), second.clone()
+            like = stream.layer.running_mean
+            stream.first, stream.second = (t.to(like, copy=True) for t in (first, second))
 
 
 class _Stream:

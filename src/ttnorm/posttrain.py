@@ -136,7 +136,9 @@ def post_train_(
     """Estimate the prior, optimise alpha, and leave the model with test-time normalization layers.
 
     No weight and no running statistic of the network changes. Under torchrun, with a loader per
-    rank, the work is shared and every rank ends with the same alpha.
+    rank, the work is shared and every rank ends with the same alpha. On a GPU, with the loss left
+    as it is, steps are recorded as a CUDA graph: Python code in the network's forward then runs a
+    few times only. TTNORM_KERNELS=eager in the environment has it run at every step.
 
     Args:
         model: the trained network.

@@ -150,6 +150,8 @@ def test_another_methods_state_is_refused(make, name):
     _, method = make(name, "ttn")
     with pytest.raises(ValueError, match="another method"):
         method.load_state_dict({"seen": 3})
+    with pytest.raises(ValueError, match="another norm"):
+        method.load_state_dict(make(name, "mixnorm")[1].state_dict())
     state = method.state_dict()
     state["parameters"] = state["parameters"][:-1]
     with pytest.raises(ValueError, match="another network"):

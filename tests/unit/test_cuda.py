@@ -9,6 +9,9 @@ import torch.nn.functional as F
 import ttnorm
 from ttnorm import capture, functional, kernels
 from ttnorm.data.loader import DeviceLoader
+from ttnorm.methods.swr import swr
+from ttnorm.methods.tent import tent
+from ttnorm.methods.ttn_online import ttn_online
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -224,3 +227,30 @@ def test_recorded_post_training_gives_the_alpha_of_plain_steps(monkeypatch):
     assert sum(len(repeated.recorded) for repeated in made) == 1  # the shift is part of it
     for name, alpha in results[0].items():
         assert torch.allclose(alpha, results[1][name], atol=2e-3)
+
+
+@pytest.mark.parametrize("make", [tent, swr, ttn_online])
+def test_a_recorded_window_does_what_the_plain_one_does(make, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    x = torch.rand(8, 16, 3, 16, 16, generator=g).cuda()
+    x[6, 3] = float("nan")  # after the recording
+
+    def run():
+        model = ttnorm.convert_(_network(), 0.4)
+        options = {"weights": dict.fromkeys(dict(model.named_parameters()), 0.5)}
+        method = make(model, 4, window=16, **(options if make is swr else {}))
+        outputs = torch.stack([method(part).clone() for part in x])
+        state = method.state_dict()
+        method.reset()
+        again = torch.stack([method(part).clone() for part in x])
+        return method, outputs, again, state
+
+    method, *recorded = run()
+    assert len(method._whole.recorded) == 1
+    assert method.report() == 2  # a broken sample in both rounds
+    monkeypatch.setattr("ttnorm.methods.step.Repeated", lambda function: function)
+    _, *plain = run()
+    for ours, theirs in zip(recorded[:2], plain[:2], strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4, equal_nan=True)
+    for name in ("parameters", "exp_avg", "gradient"):
+        assert torch.allclose(recorded[2][name], plain[2][name], atol=1e-4)

@@ -223,22 +223,48 @@ def test_methods_in_windows_predict_as_batch_by_batch(network, method, scenario)
     # 50 images in batches of 16 leave a window open at the end of a domain
     data = small_network.domains(names=("dark", "light"))
     job = Job(norm="ttn", method=method, scenario=scenario, batch_size=16)
-    network = dataclasses.replace(network, source=source())
+    network = dataclasses.replace(network, agreement=agreement(network.model))
     runs = [list(predictions(network, data, job, grouped=g)) for g in (True, False)]
     for (_, grouped), (_, sequential) in zip(*runs, strict=True):
         assert torch.equal(grouped, sequential)
 
 
-def source():
-    return [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+def agreement(model):
+    return {name: 0.5 for name, _ in model.named_parameters()}
 
 
 def test_a_record_says_how_a_method_was_set(network, tmp_path):
     path = tmp_path / "r.jsonl"
     jobs = [Job(norm="tbn", method="tent", scenario=s, batch_size=16) for s in ("single", "mixed")]
     evaluate(network, small_network.domains(), jobs, RecordFile(path))
-    rates = {r["scenario"]: r["config"]["method"]["lr"] for r in read_records([path])}
-    assert rates == {"single": 1e-3, "mixed": 1e-4}
+    settings = {r["scenario"]: r["config"]["method"] for r in read_records([path])}
+    assert settings == {
+        "single": {"lr": 1e-3, "window": 200},
+        "mixed": {"lr": 1e-4, "window": 200},
+    }
+
+
+def test_a_record_says_which_weights_a_method_had(network, tmp_path):
+    job = Job(norm="tbn", method="swr", batch_size=16)
+    path = tmp_path / "r.jsonl"
+    for value in (0.5, 0.7):
+        weights = dict.fromkeys(agreement(network.model), value)
+        tested = dataclasses.replace(network, agreement=weights)
+        evaluate(tested, small_network.domains(names=("dark",)), [job], RecordFile(path))
+    first, second = (r["config"]["method"] for r in read_records([path]))
+    assert first["weights"] != second["weights"]
+    assert first["strength"] == 250.0
+
+
+def test_another_methods_predictions_are_not_taken_for_those_of_the_norm(network, tmp_path):
+    data = small_network.domains(names=("dark",))
+    jobs = [Job(norm="source", method=m, batch_size=4) for m in ("ttn-online", "none")]
+    found = []
+    for name, order in (("a", jobs), ("b", jobs[::-1])):
+        path = tmp_path / f"{name}.jsonl"
+        evaluate(network, data, order, RecordFile(path))
+        found.append({r["method"]: r["wrong"] for r in read_records([path])})
+    assert found[0] == found[1]
 
 
 def test_swr_without_source_images_is_refused(network, tmp_path):
@@ -247,12 +273,13 @@ def test_swr_without_source_images_is_refused(network, tmp_path):
         evaluate(network, small_network.domains(), [job], RecordFile(tmp_path / "r.jsonl"))
 
 
+@pytest.mark.parametrize("norm", ["ttn", "mixnorm"])
 @pytest.mark.parametrize("method", ["none", "tent"])
 def test_too_little_memory_means_smaller_parts_and_the_same_predictions(
-    network, method, monkeypatch, caplog
+    network, norm, method, monkeypatch, caplog
 ):
     data = small_network.domains(names=("dark",))
-    job = Job(norm="ttn", method=method, batch_size=4)
+    job = Job(norm=norm, method=method, batch_size=4)
     ((_, expected),) = predictions(network, data, job)
     spec = METHODS[method]
 
@@ -266,7 +293,7 @@ def test_too_little_memory_means_smaller_parts_and_the_same_predictions(
 
 
 class Cramped:
-    """A method on a device that holds 12 samples."""
+    """A method on a device that holds 12 samples, and notices only after having begun."""
 
     def __init__(self, method):
         self.method = method
@@ -275,6 +302,7 @@ class Cramped:
         return getattr(self.method, name)
 
     def __call__(self, x):
+        output = self.method(x)
         if len(x) > 12:
             raise torch.OutOfMemoryError
-        return self.method(x)
+        return output

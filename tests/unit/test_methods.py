@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import ttnorm
 from ttnorm.augment import prior_shift
+from ttnorm.data.loader import DeviceLoader
 from ttnorm.methods.cotta import cotta
 from ttnorm.methods.step import FlatParameters, batch_means
 from ttnorm.methods.swr import gradient_agreement, swr
@@ -242,3 +243,22 @@ def test_means_over_batches_count_a_smaller_last_one_by_its_own_size():
     values = torch.arange(14.0).view(7, 2)
     expected = torch.stack([part.mean(0) for part in values.split(3)])
     assert torch.allclose(batch_means(values, 3), expected)
+
+
+def test_cotta_refuses_images_that_were_normalised():
+    with pytest.raises(ValueError, match="expected"):
+        cotta(converted(), 4)(3 * stream(4) - 1)
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"batch_size": 0}])
+def test_sizes_below_one_are_refused(options):
+    with pytest.raises(ValueError, match="expected at least 1"):
+        tent(converted(), **{"batch_size": 4, **options})
+
+
+def test_gradient_agreement_looks_at_the_same_images_whenever_it_is_asked():
+    images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
+    loader = DeviceLoader(images, torch.randint(0, 10, (64,)), 8)
+    model = small_network.network()
+    first = gradient_agreement(model, loader, samples=16)
+    assert gradient_agreement(model, loader, samples=16) == first

@@ -9,7 +9,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import hashlib
+import inspect
+import json
 import logging
 import platform
 import time
@@ -21,9 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import artefact
-from ..batches import Loader
 from ..methods import method_named
-from ..methods.swr import gradient_agreement
 from ..norms import apply_norm_, norm_named
 from ..progress import Progress
 from ..surgery import device_of
@@ -43,19 +44,13 @@ class Network:
         name: what records call it.
         model: with BatchNorm layers, taking images in [0, 1]; never changed.
         alpha_files: its alpha files by kind: "ttn", "dynamic".
-        source: batches (x, y) of source images, for methods that look at some beforehand.
+        agreement: of gradients, by parameter, for methods that want it: `gradient_agreement`.
     """
 
     name: str
     model: nn.Module
     alpha_files: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-    source: Loader | None = None
-
-    @functools.cached_property
-    def agreement(self) -> dict[str, float]:
-        """How far gradients on clean and shifted source images agree, by parameter."""
-        assert self.source is not None
-        return gradient_agreement(self.model, self.source)
+    agreement: Mapping[str, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +127,8 @@ def evaluate(
     for job in jobs:
         for record in _cells(network, data, job, records, known, grouped):
             records.append(record | ({"experiment": experiment} if experiment else {}))
+        if job.method != "none":
+            gc.collect()  # its network and graphs, which refer to each other
         progress.step(f"{job.norm} {job.scenario} B = {job.batch_size}")
     progress.close()
 
@@ -174,7 +171,7 @@ class _Run:
         )
         spec = method_named(job.method)
         options = _method_options(network, data, job)
-        if spec.needs_source:
+        if spec.needs_agreement:
             options["weights"] = network.agreement
         self.method = spec.make(model.eval(), job.batch_size, **options)
         self.batch_size = job.batch_size
@@ -187,25 +184,29 @@ class _Run:
     def __call__(self, segment: Segment) -> Tensor:
         if segment.reset:
             self.method.reset()
+        before = self.method.state_dict()
+        while True:
+            try:
+                return self._predict(segment)
+            except torch.OutOfMemoryError:
+                if self.samples <= self.batch_size:
+                    raise
+            # Fewer samples at once, and from the segment's beginning: a method, or a norm with a
+            # state, may have been in the middle of something.
+            self.samples = max(1, self.samples // self.batch_size // 2) * self.batch_size
+            logger.warning("out of memory; trying %d samples at a time", self.samples)
+            self.method.load_state_dict(before)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _predict(self, segment: Segment) -> Tensor:
         predicted, begin = [], 0
         while begin < len(segment.images):
             end = begin + min(self.samples, self.method.room or self.samples)
             x = self._images(segment.domains[begin:end], segment.images[begin:end])
-            try:
-                predicted.append(self.method(x).argmax(1))
-            except torch.OutOfMemoryError:
-                if self.samples <= self.batch_size:
-                    raise
-                self._take_less()
-                continue
+            predicted.append(self.method(x).argmax(1))
             begin = end
         return torch.cat(predicted)
-
-    def _take_less(self) -> None:
-        """At once, where memory did not suffice; what a method has not finished it does again."""
-        self.samples = max(1, self.samples // self.batch_size // 2) * self.batch_size
-        logger.warning("out of memory; going on with %d samples at a time", self.samples)
-        torch.cuda.empty_cache()
 
     def _images(self, domains: Tensor, images: Tensor) -> Tensor:
         first, images = int(domains[0]), images.to(self.device)
@@ -249,7 +250,9 @@ def _cells(
             outcome = known[key] | {"seconds": 0.0}
         else:
             run = run or _Run(network, data, job, grouped)
-            outcome = known[key] = _score(run, data, segment)
+            outcome = _score(run, data, segment)
+            if same:
+                known[key] = outcome
         if missing[index]:
             yield cells[index] | outcome
 
@@ -263,8 +266,10 @@ def _score(run: _Run, data: Domains, segment: Segment) -> Record:
     started = _now(run.device)
     predicted = run(segment)
     wrong = int((predicted != data.labels[segment.images.to(run.device)]).sum())
+    undone = run.method.report()
     return {
         "wrong": wrong,
+        **({"undone": undone} if undone else {}),
         "seconds": round(_now(run.device) - started, 4),
         "versions": {
             "ttnorm": __version__,
@@ -285,7 +290,7 @@ def _about(network: Network, data: Domains, job: Job) -> Record:
         "reset": scenario.reset,
     }
     if job.method != "none":
-        config["method"] = _method_options(network, data, job)
+        config["method"] = _method_config(network, data, job)
     if scenario.reset == "never":  # then a cell depends on what was there before it, or with it
         config["domains"] = list(data.images)
     alpha = None
@@ -309,7 +314,7 @@ def _about(network: Network, data: Domains, job: Job) -> Record:
 def _check(job: Job, network: Network, data: Domains) -> str | None:
     """Raise on names and sizes that are not there; returns the kind of alpha file it needs."""
     norm = norm_named(job.norm)
-    if method_named(job.method).needs_source and network.source is None:
+    if method_named(job.method).needs_agreement and network.agreement is None:
         raise ValueError(
             f"{job.method} looks at source images before it adapts: --source, a folder with the "
             "training set."
@@ -328,6 +333,18 @@ def _method_options(network: Network, data: Domains, job: Job) -> dict[str, Any]
     size = next(iter(data.images.values())).shape[-1]
     spec = method_named(job.method)
     return spec.settings(job.scenario, job.batch_size, classes_of(network.model, size))
+
+
+def _method_config(network: Network, data: Domains, job: Job) -> dict[str, Any]:
+    """Everything that a method was made with: the defaults as well, and which weights."""
+    spec = method_named(job.method)
+    parameters = inspect.signature(spec.make).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    config = defaults | _method_options(network, data, job)
+    if spec.needs_agreement:
+        text = json.dumps(network.agreement, sort_keys=True)
+        config["weights"] = hashlib.blake2b(text.encode()).hexdigest()[:12]
+    return config
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def error_by_domain(
     for index, (name, cells) in enumerate(table.rows):
         offset = (index - (len(table.rows) - 1) / 2) * width
         places = [place + offset for place in range(len(cells))]
-        heights = [cell.ours or 0.0 for cell in cells]
+        heights = [float("nan") if cell.ours is None else cell.ours for cell in cells]
         axes.bar(places, heights, width, label=name, color=_COLOURS.get(name))
     axes.set_xticks(range(len(table.columns)), table.columns, rotation=40, ha="right", fontsize=8)
     axes.set_ylabel("error in %")

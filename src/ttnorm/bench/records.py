@@ -20,7 +20,7 @@ FIELDS = frozenset(
     {"dataset", "scenario", "domain", "norm", "method", "batch_size", "seed", "n", "wrong"}
 )
 # Two records that agree in all but these are the same cell.
-OUTCOME = frozenset({"wrong", "seconds", "versions", "device", "experiment"})
+OUTCOME = frozenset({"wrong", "undone", "seconds", "versions", "device", "experiment"})
 
 
 class RecordFile:

@@ -43,7 +43,9 @@ def write_report(
     together = tables.split(records)
     for title, scenario in sorted(together, key=lambda pair: (pair[0], _rank(pair[1]))):
         _section(page, together[title, scenario], title, scenario)
-    _ablations(page, records)
+    for (title, scenario), group in together.items():
+        if scenario == "single":
+            _ablations(page, group, title)
     for path in alpha_files:
         alpha, _ = artefact.read(path)
         name = path.name.removesuffix(".ttn.safetensors")
@@ -78,23 +80,22 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
         page.figure(f"{base}-domains", figures.error_by_domain(named, **options))
 
 
-def _ablations(page: _Page, records: Sequence[Record]) -> None:
+def _ablations(page: _Page, records: list[Record], title: str) -> None:
     """Tables of variants of post-training, where there are records of them."""
-    datasets = sorted({r["dataset"] for r in records if r["scenario"] == "single"})
-    for dataset in datasets:
-        variants = {v[0] for r in records if r["dataset"] == dataset and (v := variant_of(r))}
-        for title, names in tables.ABLATIONS.items():
-            if not variants & (names.keys() - {"default"}):
-                continue
-            page.add(f"## {dataset}. {title}")
-            base = f"{dataset}-{title.split(':')[0].lower().replace(' ', '-')}"
-            table = tables.by_variant(records, dataset=dataset, names=names, title=title)
-            page.table(base, table)
-        for what, title in (("prior", "the prior"), ("alpha", "optimising alpha")):
-            if any(f"{what}-{c}" in variants for c in CORRUPTIONS):
-                page.add(f"## {dataset}. True corruptions as augmentation for {title}")
-                figure = figures.corruption_by_corruption(records, dataset=dataset, what=what)
-                page.figure(f"{dataset}-corruptions-{what}", figure)
+    dataset = records[0]["dataset"]
+    base = title.replace(", ", "-").replace(" ", "-")
+    variants = {v[0] for r in records if (v := variant_of(r))}
+    for about, names in tables.ABLATIONS.items():
+        if not variants & (names.keys() - {"default"}):
+            continue
+        page.add(f"## {title}. {about}")
+        table = tables.by_variant(records, dataset=dataset, names=names, title=about)
+        page.table(f"{base}-{about.split(':')[0].lower()}", table)
+    for what, name in (("prior", "the prior"), ("alpha", "optimising alpha")):
+        if any(f"{what}-{c}" in variants for c in CORRUPTIONS):
+            page.add(f"## {title}. True corruptions as augmentation for {name}")
+            figure = figures.corruption_by_corruption(records, dataset=dataset, what=what)
+            page.figure(f"{base}-corruptions-{what}", figure)
 
 
 def _gains(table: tables.Table) -> str:
@@ -115,7 +116,7 @@ def _gains(table: tables.Table) -> str:
 
 
 def _share(before: float | None, after: float | None) -> str:
-    return "" if before is None or after is None else f"{100 * (1 - after / before):.1f} %"
+    return "" if not before or after is None else f"{100 * (1 - after / before):.1f} %"
 
 
 def _rank(scenario: str) -> int:

@@ -17,6 +17,8 @@ from ..data.cifar import Images, load_cifar
 from ..data.cifar_c import load_corrupted, make_corrupted
 from ..data.corruptions import CORRUPTIONS
 from ..data.loader import DeviceLoader
+from ..methods import METHODS
+from ..methods.swr import gradient_agreement
 from ..models import zoo
 from .evaluate import Domains, Network, evaluate
 from .experiments import Part, experiments_named, parts
@@ -126,11 +128,13 @@ class Bench:
         if part.variant is not None:
             path = self.alpha_file(part.variant, part.seed)
             files = {"ttn": path, "dynamic": path}
-        return Network(self.name, self.model, files, self._source)
+        wanted = any(METHODS[job.method].needs_agreement for job in part.jobs)
+        return Network(self.name, self.model, files, self.agreement if wanted else None)
 
     @cached_property
-    def _source(self) -> DeviceLoader:
-        return DeviceLoader(*self.train, min(200, len(self.train.labels)))
+    def agreement(self) -> dict[str, float]:
+        loader = DeviceLoader(*self.train, min(200, len(self.train.labels)))
+        return gradient_agreement(self.model, loader)
 
     def _under(self, clean: Images, split: str, names: Sequence[str]) -> Mapping[str, Images]:
         folder = self.work / f"{self.dataset}-c-{split}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
 
-from ..batches import Loader
 from ..data.cifar import load_cifar
 from ..data.cifar_c import load_corrupted
 from ..data.corruptions import CORRUPTIONS
@@ -21,7 +20,7 @@ def network_under_test(
     model: nn.Module,
     alpha: Path | None,
     dynamic_alpha: Path | None,
-    source: Loader | None = None,
+    agreement: Mapping[str, float] | None = None,
 ) -> Network:
     """A network with the alpha files given, and those that are shipped with it."""
     files = zoo.alpha_files(name) if name in zoo.NETWORKS else {}
@@ -31,7 +30,7 @@ def network_under_test(
             if not path.is_file():
                 raise FileNotFoundError(f"There is no file {path}.")
             files[kind] = path
-    return Network(Path(name).name, model.eval(), files, source)
+    return Network(Path(name).name, model.eval(), files, agreement)
 
 
 def load_domains(

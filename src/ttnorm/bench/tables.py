@@ -182,9 +182,10 @@ def by_variant(
             found.setdefault(fitted[0], {}).setdefault(r["batch_size"], []).append(r)
     if not found:
         raise ValueError(f"There are no records of {dataset} for {title}.")
-    # a batch size that not all were run at belongs to another table
-    sizes = sorted(set.intersection(*(set(by_size) for by_size in found.values())), reverse=True)
-    chosen = [r for by_size in found.values() for size in sizes for r in by_size[size]]
+    # the default was run at more batch sizes, for other tables
+    ablated = [by_size for variant, by_size in found.items() if variant != "default"]
+    sizes = sorted(set().union(*(ablated or found.values())), reverse=True)
+    chosen = [r for by_size in found.values() for size in sizes for r in by_size.get(size, [])]
     domains = {r["domain"] for r in chosen}
     published = dataset == "cifar10-c" and _as_in_the_paper(chosen)
     rows = []
@@ -200,16 +201,19 @@ def by_variant(
 
 def of_experiment(experiment: Experiment, records: Iterable[Record]) -> list[Table]:
     """The tables that show an experiment, of all that is in the records."""
-    records, found = list(records), []
-    for dataset in experiment.datasets:
-        for scenario in experiment.scenarios if experiment.rows else ():
-            name = dataset if scenario == "source" else f"{dataset}-c"
-            here = [r for r in records if (r["norm"], r["method"]) in experiment.rows]
-            if any((r["dataset"], r["scenario"]) == (name, scenario) for r in here):
-                found.append(by_batch_size(here, dataset=name, scenario=scenario))
+    found = []
+    for (_, scenario), group in split(records).items():
+        dataset = group[0]["dataset"]
+        if dataset.removesuffix("-c") not in experiment.datasets:
+            continue
+        here = [r for r in group if (r["norm"], r["method"]) in experiment.rows]
+        if scenario in experiment.scenarios and any(_is_of_its_norm(r) for r in here):
+            found.append(by_batch_size(here, dataset=dataset, scenario=scenario))
+        variants = {v[0] for r in group if (v := variant_of(r))}
         for title, names in ABLATIONS.items():
-            if experiment.variants and set(experiment.variants) == names.keys():
-                found.append(by_variant(records, dataset=f"{dataset}-c", names=names, title=title))
+            shown = set(experiment.variants) == names.keys() and variants & names.keys()
+            if shown and scenario == "single":
+                found.append(by_variant(group, dataset=dataset, names=names, title=title))
     return found
 
 
@@ -264,7 +268,9 @@ def to_latex(table: Table) -> str:
         for index, cell in enumerate(cells):
             if cell.ours is not None and cell is best[index]:
                 texts[index] = rf"\textbf{{{texts[index]}}}"
-        lines.append(" & ".join([name.replace("α", r"$\alpha$"), *texts]) + r" \\")
+        lines.append(
+            " & ".join([name.replace("α", r"$\alpha$").replace("λ", r"$\lambda$"), *texts]) + r" \\"
+        )
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
@@ -369,5 +375,5 @@ def _note(records: Sequence[Record]) -> str:
     images = sorted({r["config"]["subset"] for r in records})
     seeds = len({(r["seed"], (variant_of(r) or ("", 0))[1]) for r in records})
     count = " or ".join(f"{n:,}" for n in images)
-    runs = f", {seeds} seeds" if seeds > 1 else ""
+    runs = f", up to {seeds} seeds" if seeds > 1 else ""
     return f"{', '.join(models)}; {count} images a domain{runs}."

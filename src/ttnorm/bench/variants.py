@@ -21,10 +21,11 @@ from ..augment import DOMAIN_PARTS, Augment, domain_shift, prior_shift
 from ..data.cifar import Images
 from ..data.corruptions import CORRUPTIONS, corrupt
 from ..data.loader import DeviceLoader
+from ..fitting import as_json
 from ..models import zoo
 from ..posttrain import PostTrainConfig, optimise_alpha, post_train_
 from ..prior import estimate_prior
-from ..surgery import convert_
+from ..surgery import convert_, remember_config
 
 SEVERITY = 5  # of the corruptions that are taken for augmentation
 
@@ -149,11 +150,17 @@ def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpo
         )
         return
     # the prior from clean images as ever, alpha from corrupted ones
-    generator = Generator().manual_seed(seed)
-    prior = estimate_prior(model, clean, samples=config.prior_samples, generator=generator)
+    state = checkpoint.with_suffix(".prior")
+    if not state.exists():
+        generator = Generator().manual_seed(seed)
+        prior = estimate_prior(model, clean, samples=config.prior_samples, generator=generator)
+        torch.save(prior, state)
+    prior = torch.load(state, map_location=source.train.images.device)
     loader = DeviceLoader(*source.corrupted[variant.corruption], 200, seed)
     result = optimise_alpha(model, loader, prior, config, augment=_as_it_is, checkpoint=checkpoint)
+    state.unlink()
     convert_(model, result.alpha)
+    remember_config(model, as_json(config) | {"augmentation": variant.corruption})
 
 
 def _as_it_is(images: Tensor, generator: Generator | None) -> Tensor:

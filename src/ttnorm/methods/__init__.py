@@ -3,7 +3,8 @@
 A method is made with a network that has its normalisation already. It is called with samples of one
 or many consecutive batches and gives their outputs; `reset()` makes it as it was when it was made,
 and `state_dict` and `load_state_dict` carry it from one process to another. `room` says how many
-samples it can take at once before it changes, None being any number.
+samples it can take at once before it changes, None being any number; `report()`, how many updates
+had to be undone since the last report.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Method(Protocol):
 
     def reset(self) -> None: ...
 
+    def report(self) -> int: ...
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -44,18 +47,18 @@ class MethodSpec:
     Args:
         make: called with the network, the batch size and options.
         settings: from scenario, batch size and number of classes to the paper's options.
-        needs_source: whether it takes `weights` that come from source images: see `swr`.
+        needs_agreement: whether it takes `weights` from source images: see `swr`.
     """
 
     make: Callable[..., Method]
     settings: Callable[[str, int, int], dict[str, Any]] = _no_settings
-    needs_source: bool = False
+    needs_agreement: bool = False
 
 
 METHODS: dict[str, MethodSpec] = {
     "none": MethodSpec(NoAdaptation),
     "tent": MethodSpec(tent.tent, tent.settings),
-    "swr": MethodSpec(swr.swr, swr.settings, needs_source=True),
+    "swr": MethodSpec(swr.swr, swr.settings, needs_agreement=True),
     "cotta": MethodSpec(cotta.cotta, cotta.settings),
     "ttn-online": MethodSpec(ttn_online.ttn_online, ttn_online.settings),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from ..augment import Drawn, domain_shift, numbers_drawn
+from ..augment import Drawn, check_unit_range, domain_shift, numbers_drawn
 from ..groups import per_sample
 from ..surgery import ttn_layers
 from .step import AdaptationStep, FlatParameters, adam, batch_means, in_batches
@@ -30,7 +30,7 @@ def cotta(
     seed: int = 0,
     window: int = 200,
 ) -> AdaptationStep:
-    """Adapts all parameters; an output is the teacher's, before the update.
+    """Adapts all parameters; an output is the teacher's, before the update. Takes images in [0, 1].
 
     loss = sum over batches of the mean cross-entropy between the network and its teacher
 
@@ -85,6 +85,8 @@ def cotta(
         return torch.where(per_sample(unsure, len(x), batch_size), mean, plain)
 
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
+        if step.updates == step.seen == 0:
+            check_unit_range(x.nan_to_num(0.5))
         taught = teach(x)
         output = in_batches(model, x, batch_size)
         cross_entropy = -(taught.softmax(1) * output.log_softmax(1)).sum(1, keepdim=True)

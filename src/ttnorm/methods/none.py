@@ -28,6 +28,9 @@ class NoAdaptation:
         if isinstance(self.model, MixNorm):
             self.model.reset()
 
+    def report(self) -> int:
+        return 0
+
     def state_dict(self) -> dict[str, Any]:
         return {"norms": self.model.stream_state()} if isinstance(self.model, MixNorm) else {}
 

@@ -59,6 +59,9 @@ class AdaptationStep:
         copies: Sequence[nn.Module] = (),
         record: bool = True,
     ) -> None:
+        for name, value in {"batch_size": batch_size, "window": window}.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected at least 1.")
         self.models = (model, *copies)
         self.predict, self.batch_size, self.window = predict, batch_size, window
         self.pull, self.after = pull, after
@@ -74,7 +77,7 @@ class AdaptationStep:
         self.start = {name: t.clone() for name, t in self.state.items()}
         self.good = {name: t.clone() for name, t in self.state.items()}
         self.lost = torch.zeros((), device=self.flat.vector.device)  # undone updates
-        self.seen = self.updates = self.reported = 0
+        self.seen = self.updates = self.warned = self.reported = 0
         record = record and kernels.ENABLED and self.flat.vector.is_cuda
         record = record and not isinstance(model, MixNorm)  # it has a state of its own
         self._whole = Repeated(self._window) if record else self._window
@@ -101,16 +104,22 @@ class AdaptationStep:
 
     def reset(self) -> None:
         """As it was at the beginning, bit for bit."""
-        self._report()
+        self._warn()
         _copy(self.state, self.start)
         self.flat.gradient.zero_()
         self.seen = self.updates = 0
         for model in self._streaming():
             model.reset()
 
+    def report(self) -> int:
+        """How many updates have been undone since the last report."""
+        lost = self._warn()
+        new, self.reported = lost - self.reported, lost
+        return new
+
     def state_dict(self) -> dict[str, Any]:
         """All that the next call depends on."""
-        self._report()
+        self._warn()
         tensors = {name: t.clone() for name, t in self.state.items()}
         counts = {"seen": self.seen, "updates": self.updates}
         norms = {"norms": [model.stream_state() for model in self._streaming()]}
@@ -123,17 +132,20 @@ class AdaptationStep:
                 f"The state has {', '.join(sorted(state))}; expected "
                 f"{', '.join(sorted(expected))}. Was it saved by another method?"
             )
+        streaming = self._streaming()
+        if len(state["norms"]) != len(streaming):
+            raise ValueError("The state was saved with another norm than this one.")
         for name, tensor in {**self.state, "gradient": self.flat.gradient}.items():
             if state[name].shape != tensor.shape:
                 raise ValueError(
                     f"{name} of the state has shape {tuple(state[name].shape)}, expected "
                     f"{tuple(tensor.shape)}. Was it saved with another network?"
                 )
+        for model, seen in zip(streaming, state["norms"], strict=True):
+            model.load_stream_state(seen)
         _copy(self.state, state)
         self.flat.gradient.copy_(state["gradient"])
         self.seen, self.updates = int(state["seen"]), int(state["updates"])
-        for model, seen in zip(self._streaming(), state["norms"], strict=True):
-            model.load_stream_state(seen)
 
     def _streaming(self) -> list[MixNorm]:
         """The networks whose norm has a state of its own."""
@@ -152,7 +164,7 @@ class AdaptationStep:
             self.seen = 0
         self.updates += 1
         if x.is_cpu or self.updates % LOOK == 0:
-            self._report()
+            self._warn()
         return output
 
     def _window(self, x: Tensor) -> Tensor:
@@ -186,16 +198,17 @@ class AdaptationStep:
         self.flat.gradient.zero_()
         self.lost += ~finite
 
-    def _report(self) -> None:
-        """Say what was undone; on a GPU this waits for it."""
+    def _warn(self) -> int:
+        """How many updates have been undone, with a warning of new ones; waits for a GPU."""
         lost = int(self.lost)
-        if lost > self.reported:
+        if lost > self.warned:
             logger.warning(
                 "%d update(s) would have made a parameter infinite or NaN and were undone. Is "
                 "there a broken sample, or is the learning rate too high?",
-                lost - self.reported,
+                lost - self.warned,
             )
-        self.reported = lost
+        self.warned = lost
+        return lost
 
 
 class FlatParameters:

@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, vmap
 from ..augment import Augment, prior_shift
 from ..batches import Loader, batches
 from ..mixnorm import MixNorm
+from ..reproducible import reproducible
 from ..surgery import device_of, ttn_layers
 from .step import AdaptationStep, FlatParameters, adam, batch_means, entropy, in_batches
 
@@ -111,9 +112,9 @@ def gradient_agreement(
         loader: yields (x, y) of source images in [0, 1].
         samples: to look at.
         augment: the shift.
-        seed: of the shift.
+        seed: of the loader's order and of the shift.
     """
-    device, was_training = device_of(model), model.training
+    device, modes = device_of(model), [(module, module.training) for module in model.modules()]
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -123,19 +124,21 @@ def gradient_agreement(
     total, count, generator = dict.fromkeys(parameters, 0.0), 0, Generator().manual_seed(seed)
     model.eval()
     try:
-        for x, y in batches(loader, device):
-            x, y = x[: samples - count], y[: samples - count]
-            shifted = augment(x, generator)
-            for part in zip(x.split(32), shifted.split(32), y.split(32), strict=True):
-                clean, moved = (gradients(parameters, view, part[2]) for view in part[:2])
-                for name in parameters:
-                    pair = (g[name].flatten(1) for g in (clean, moved))
-                    total[name] += F.cosine_similarity(*pair).sum().item()
-            count += len(x)
-            if count >= samples:
-                break
+        with reproducible(loader, seed, 0):  # the same images whenever it is asked
+            for x, y in batches(loader, device):
+                x, y = x[: samples - count], y[: samples - count]
+                shifted = augment(x, generator)
+                for part in zip(x.split(32), shifted.split(32), y.split(32), strict=True):
+                    clean, moved = (gradients(parameters, view, part[2]) for view in part[:2])
+                    for name in parameters:
+                        pair = (g[name].flatten(1) for g in (clean, moved))
+                        total[name] += F.cosine_similarity(*pair).sum().item()
+                count += len(x)
+                if count >= samples:
+                    break
     finally:
-        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
     if count == 0:
         raise ValueError("The loader yielded no batches; expected (x, y).")
     scores = {name: value / count for name, value in total.items()}
