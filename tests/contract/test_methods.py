@@ -70,13 +70,6 @@ class TestEveryPair:
             assert output.isfinite().all()
             assert not output.requires_grad
 
-    def test_a_window_at_once_is_the_window_batch_by_batch(self, make, name, norm):
-        if (name, norm) == ("cotta", "mixnorm"):
-            pytest.skip("views are part of MixNorm's stream, and come in another order")
-        outputs = [run(make(name, norm)[1], stream(), size) for size in (WINDOW, BATCH, 36)]
-        assert torch.allclose(outputs[0], outputs[1], atol=1e-9)
-        assert torch.allclose(outputs[0], outputs[2], atol=1e-9)
-
     def test_reset_restores_bit_for_bit(self, make, name, norm):
         model, method = make(name, norm)
         before = copy.deepcopy(model.state_dict())
@@ -116,6 +109,14 @@ class TestEveryPair:
         _, other = make(name, norm)
         other.load_state_dict(torch.load(tmp_path / "state.pt"))
         assert torch.equal(run(other, x[20:], BATCH), expected)
+
+
+# but for CoTTA's views: in MixNorm's stream they come in another order
+@pytest.mark.parametrize(("name", "norm"), [p for p in PAIRS if p != ("cotta", "mixnorm")])
+def test_a_window_at_once_is_the_window_batch_by_batch(make, name, norm):
+    outputs = [run(make(name, norm)[1], stream(), size) for size in (WINDOW, BATCH, 36)]
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-9)
+    assert torch.allclose(outputs[0], outputs[2], atol=1e-9)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -32,6 +32,7 @@ class Experiment:
         datasets: of which networks.
         scenarios: in which streams.
         batch_sizes: of test batches.
+        repeated: whether post-training is run with several seeds.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Experiment:
     datasets: tuple[str, ...] = ("cifar10",)
     scenarios: tuple[str, ...] = ("single",)
     batch_sizes: tuple[int, ...] = BATCH_SIZES
+    repeated: bool = True
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -119,6 +121,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         title="true corruptions as augmentation",
         variants=tuple(f"{what}-{c}" for what in ("prior", "alpha") for c in CORRUPTIONS),
         batch_sizes=(200,),
+        repeated=False,
     ),
 }
 
@@ -177,5 +180,5 @@ def parts(experiment: Experiment, seeds: int, batch_sizes: Sequence[int] = ()) -
                 yield Part(dataset, variant, seed, jobs)
         for variant in experiment.variants:
             jobs = tuple(Job(norm="ttn", batch_size=size) for size in sizes)
-            for seed in range(1 if experiment.title.startswith("true") else seeds):
+            for seed in range(seeds if experiment.repeated else 1):
                 yield Part(dataset, variant, seed, jobs)
