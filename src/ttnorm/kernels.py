@@ -10,17 +10,18 @@ Moments may also be given instead of computed, for statistics that come from els
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from . import cutting
+from .cutting import Cut
 
 ENABLED = os.environ.get("TTNORM_KERNELS", "triton") != "eager"
 logger = logging.getLogger("ttnorm")
@@ -28,14 +29,6 @@ Result = TypeVar("Result")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-TILE = 2048  # values a program has in registers at once
-ACROSS = 32  # of them side by side in a reduction, at most, where channels are
-MAP_ACROSS = 256  # and in a pass that writes
-PROGRAMS = 528  # that share a reduction, roughly: four for each of an H200's processors
-WHOLE = 0  # values of one channel and group that a program may hold; 0 has all go in slabs
-PART = 16384  # pixels of one channel and sample that are not divided among programs
-MOST_SLABS = 512  # of a group: what the merging program can hold
-WARPS = 4
 STAGES = 4  # tiles that are on their way at once
 
 
@@ -135,12 +128,12 @@ def forward(
     if g.interleaved:
         _forward_code().normalise_interleaved[g.map_grid](
             *tensors, eps, g.across, g.units, g.units_in_all, g.tiles,
-            **g.map_tile, **options, num_warps=WARPS,
+            **g.map_tile, **options, num_warps=cutting.WARPS,
         )  # fmt: skip
     else:
         _forward_code().normalise_rows[g.map_grid](
             *tensors, eps, g.rows, g.channels, g.across, g.group_size,
-            **g.map_tile, **options, num_warps=WARPS,
+            **g.map_tile, **options, num_warps=cutting.WARPS,
         )  # fmt: skip
     return y, mean, var
 
@@ -170,7 +163,7 @@ def backward(
     total, centred = (x.new_empty((g.groups * g.slabs, g.channels), dtype=torch.float32)
                       for _ in range(2))  # fmt: skip
     sizes = (g.units, g.units_in_all, g.slabs)
-    options: dict[str, Any] = {"CROSS_TERM": cross_term, "num_warps": WARPS}
+    options: dict[str, Any] = {"CROSS_TERM": cross_term, "num_warps": cutting.WARPS}
     if g.interleaved:
         _backward_code().slab_gradients_interleaved[g.reduce_grid](
             grad, x, total, centred, *mixed, g.across, *sizes, STAGES=STAGES, **g.reduce_tile,
@@ -198,7 +191,7 @@ def backward(
     return grad_x, grad_weight, grad_bias, grad_alpha
 
 
-def _moments(x: Tensor, g: _Geometry, mean: Tensor, var: Tensor) -> None:
+def _moments(x: Tensor, g: Cut, mean: Tensor, var: Tensor) -> None:
     final = g.slabs == 1  # then there is nothing to merge
     if final:
         slab_mean, slab_m2 = mean, var
@@ -206,7 +199,7 @@ def _moments(x: Tensor, g: _Geometry, mean: Tensor, var: Tensor) -> None:
         shape = (g.groups * g.slabs, g.channels)
         slab_mean, slab_m2 = (mean.new_empty(shape) for _ in range(2))
     sizes = (g.units, g.units_in_all, g.slabs)
-    options: dict[str, Any] = {"FINAL": final, "STAGES": STAGES, "num_warps": WARPS}
+    options: dict[str, Any] = {"FINAL": final, "STAGES": STAGES, "num_warps": cutting.WARPS}
     if g.interleaved:
         _forward_code().slab_moments_interleaved[g.reduce_grid](
             x, slab_mean, slab_m2, g.across, *sizes, **g.reduce_tile, **options
@@ -223,202 +216,34 @@ def _moments(x: Tensor, g: _Geometry, mean: Tensor, var: Tensor) -> None:
     if not final:
         _forward_code().merge_slabs[g.merge_grid](
             slab_mean, slab_m2, mean, var, g.channels, g.units, g.units_in_all, g.tile_units,
-            g.slabs, g.per_unit, num_warps=WARPS, **g.merge_tile,
+            g.slabs, g.per_unit, num_warps=cutting.WARPS, **g.merge_tile,
         )  # fmt: skip
 
 
-def _input_gradient(grad: Tensor, x: Tensor, coefficients: Tensor, g: _Geometry) -> Tensor:
+def _input_gradient(grad: Tensor, x: Tensor, coefficients: Tensor, g: Cut) -> Tensor:
     out = torch.empty_like(x)
     size = g.groups * g.channels
     if g.interleaved:
         _backward_code().input_gradient_interleaved[g.map_grid](
             grad, x, out, coefficients, g.across, g.units, g.units_in_all, g.tiles, size,
-            num_warps=WARPS, **g.map_tile,
+            num_warps=cutting.WARPS, **g.map_tile,
         )  # fmt: skip
     else:
         _backward_code().input_gradient_rows[g.map_grid](
             grad, x, out, coefficients, g.rows, g.channels, g.across, g.group_size, size,
-            num_warps=WARPS, **g.map_tile,
+            num_warps=cutting.WARPS, **g.map_tile,
         )  # fmt: skip
     return out
 
 
-@dataclasses.dataclass(frozen=True)
-class _Geometry:
-    """How a batch is cut: see the head of `triton_forward` for groups, slabs and units."""
-
-    samples: int
-    channels: int
-    pixels: int
-    group_size: int
-    interleaved: bool
-
-    @cached_property
-    def groups(self) -> int:
-        return _cdiv(self.samples, self.group_size)
-
-    @cached_property
-    def rows(self) -> int:
-        return self.samples * self.channels
-
-    @cached_property
-    def vector(self) -> int:
-        """The largest power of 2 up to 16 that divides what lies side by side in memory."""
-        side_by_side = self.channels if self.interleaved else self.pixels
-        return min(16, side_by_side & -side_by_side)
-
-    @cached_property
-    def across(self) -> int:
-        """What lies side by side in memory, in vectors."""
-        return (self.channels if self.interleaved else self.pixels) // self.vector
-
-    @cached_property
-    def parts(self) -> int:
-        """Equal parts of a sample in rows: more than 1 where it is too long for one program."""
-        parts = 1
-        while not self.interleaved and self.pixels % (32 * parts) == 0:
-            if self.pixels // parts <= PART:
-                break
-            parts *= 2
-        return parts
-
-    @cached_property
-    def part_across(self) -> int:
-        """A part of a sample in rows, in vectors; parts are multiples of 16 unless there is one."""
-        return self.pixels // self.parts // self.vector
-
-    @cached_property
-    def per_unit(self) -> int:
-        """Values of one channel in a unit: one pixel's, or those of a part of a sample."""
-        return 1 if self.interleaved else self.pixels // self.parts
-
-    @cached_property
-    def units(self) -> int:
-        """Units a group."""
-        return self.group_size * self.pixels // self.per_unit
-
-    @cached_property
-    def units_in_all(self) -> int:
-        return self.samples * self.pixels // self.per_unit
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether a channel of a group fits into a program, so that x need be read but once."""
-        size = _power_of_2(self.group_size) * _power_of_2(self.pixels)
-        return not self.interleaved and size <= WHOLE
-
-    @cached_property
-    def whole_tile(self) -> dict[str, int]:
-        """Channels of groups x samples x pixels."""
-        down, across = _power_of_2(self.group_size), _power_of_2(self.pixels)
-        channels = max(1, min(TILE // (down * across), _power_of_2(self.groups * self.channels)))
-        tile = {"BLOCK_K": channels, "BLOCK_N": down, "BLOCK_S": across, "VEC": self.vector}
-        return tile | {"num_warps": WARPS if channels * down * across <= 2 * TILE else 2 * WARPS}
-
-    @cached_property
-    def whole_grid(self) -> tuple[int]:
-        return (_cdiv(self.groups * self.channels, self.whole_tile["BLOCK_K"]),)
-
-    @cached_property
-    def by_rows(self) -> bool:
-        """Whether programs reduce rows, each a slab of its own: a group would not fill them."""
-        whole = not self.interleaved and self.parts == 1
-        return whole and self.units < TILE // _snug(self.pixels)
-
-    @cached_property
-    def tile_units(self) -> int:
-        return 1 if self.by_rows else self.reduce_tile["BLOCK_M" if self.interleaved else "BLOCK_N"]
-
-    @cached_property
-    def slabs(self) -> int:
-        """Slabs a group: as many as share the work among `PROGRAMS`, or one for every row."""
-        if self.by_rows:
-            return self.units
-        wanted = min(PROGRAMS // (self.groups * self._programs_across), MOST_SLABS)
-        return max(1, min(wanted, _cdiv(self.units, self.tile_units)))
-
-    @cached_property
-    def reduce_tile(self) -> dict[str, int]:
-        """Pixels x channels, or parts of samples x pixels of one channel."""
-        if self.interleaved:
-            return self._interleaved_tile(ACROSS)
-        across = _snug(self.per_unit)
-        units = self.rows if self.by_rows else self.units
-        rows = min(_power_of_2(units), max(1, TILE // across))
-        return {"BLOCK_N": rows, "BLOCK_S": across, "VEC": self.vector}
-
-    @cached_property
-    def reduce_grid(self) -> tuple[int]:
-        if self.by_rows:
-            return (_cdiv(self.rows, self.reduce_tile["BLOCK_N"]),)
-        return (self.groups * self.slabs * self._programs_across,)
-
-    @cached_property
-    def map_tile(self) -> dict[str, int]:
-        """Pixels x channels, or rows x pixels."""
-        if self.interleaved:
-            return self._interleaved_tile(MAP_ACROSS)
-        across = _snug(self.pixels)
-        rows = min(_power_of_2(self.rows), max(1, TILE // across))
-        return {"BLOCK_R": rows, "BLOCK_S": across, "VEC": self.vector}
-
-    @cached_property
-    def map_grid(self) -> tuple[int]:
-        if self.interleaved:
-            return (self.groups * self.tiles * _cdiv(self.channels, self.map_tile["BLOCK_C"]),)
-        tile = self.map_tile
-        return (_cdiv(self.rows, tile["BLOCK_R"]) * _cdiv(self.pixels, tile["BLOCK_S"]),)
-
-    @cached_property
-    def tiles(self) -> int:
-        """What programs that write an interleaved group divide its pixels into."""
-        return _cdiv(self.units, self.map_tile["BLOCK_M"])
-
-    @cached_property
-    def merge_tile(self) -> dict[str, int]:
-        """Slabs x channels."""
-        down = _power_of_2(self.slabs)
-        across = min(_power_of_2(self.channels), max(1, 4096 // down), 256)
-        return {"BLOCK_P": down, "BLOCK_C": across}
-
-    @cached_property
-    def merge_grid(self) -> tuple[int]:
-        return (self.groups * _cdiv(self.channels, self.merge_tile["BLOCK_C"]),)
-
-    @cached_property
-    def _programs_across(self) -> int:
-        """Programs side by side: for blocks of channels, or one for every channel."""
-        if self.interleaved:
-            return _cdiv(self.channels, self.reduce_tile["BLOCK_C"])
-        return self.channels
-
-    def _interleaved_tile(self, most: int) -> dict[str, int]:
-        """Pixels x channels; few pixels leave room for more channels."""
-        pixels = _power_of_2(self.units)
-        across = min(_power_of_2(self.channels), max(most, TILE // pixels), TILE)
-        return {"BLOCK_M": min(pixels, TILE // across), "BLOCK_C": across, "VEC": self.vector}
-
-
-_cut = functools.lru_cache(maxsize=4096)(_Geometry)
-
-
-def _geometry(x: Tensor, group_size: int | None) -> tuple[Tensor, _Geometry]:
+def _geometry(x: Tensor, group_size: int | None) -> tuple[Tensor, Cut]:
     """x in one of the two layouts, copied only if it is in neither, and how to cut it."""
     x = x.contiguous(memory_format=memory_format(x))
     samples, channels = x.shape[:2]
     pixels = x.numel() // (samples * channels)
     interleaved = pixels == 1 or not x.is_contiguous()
     size = min(group_size or samples, samples)
-    return x, _cut(samples, channels, pixels, size, interleaved)
-
-
-def _snug(n: int) -> int:
-    """A power of 2 whose multiple covers n with little to spare, as large as goes."""
-    sizes = [2**k for k in range(6, 11) if 2**k <= TILE and 2**k <= _power_of_2(n)]
-    sizes = sizes or [min(_power_of_2(n), TILE)]
-    waste = {size: _cdiv(n, size) * size / n for size in sizes}
-    snug = [size for size in sizes if waste[size] <= 1.15]
-    return max(snug or [size for size in sizes if waste[size] == min(waste.values())])
+    return x, cutting.cut(samples, channels, pixels, size, interleaved)
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
@@ -451,11 +276,3 @@ def _backward_code() -> Any:
     from . import triton_backward
 
     return triton_backward
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

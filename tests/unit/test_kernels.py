@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ttnorm
-from ttnorm import functional, kernels, operators
+from ttnorm import cutting, functional, kernels, operators
 from ttnorm.fuse import NormRelu
 
 pytest.importorskip("triton")
@@ -28,8 +28,8 @@ def _small_pieces(monkeypatch):
         "PART": 128,
         "MOST_SLABS": 8,
     }.items():
-        monkeypatch.setattr(kernels, name, size)
-    monkeypatch.setattr(kernels, "_cut", kernels._Geometry)  # what was cut before is remembered
+        monkeypatch.setattr(cutting, name, size)
+    monkeypatch.setattr(cutting, "cut", cutting.Cut)  # what was cut before is remembered
 
 
 SHAPES = [(5, 3, 4, 5), (7, 6), (4, 5, 9), (3, 4, 2, 3, 3), (9, 20, 3, 3), (3, 2, 16, 32)]
@@ -72,7 +72,7 @@ LAYOUTS = [(shape, *way) for shape in SHAPES for way in WAYS if len(shape) > 3 o
 @pytest.mark.parametrize(("shape", "channels_last", "whole"), LAYOUTS)
 @pytest.mark.parametrize("group_size", [None, 1, 2])
 def test_forward_and_backward(shape, group_size, channels_last, whole, monkeypatch):
-    monkeypatch.setattr(kernels, "WHOLE", whole)
+    monkeypatch.setattr(cutting, "WHOLE", whole)
     x, *rest = problem(shape, channels_last)
     weight, _, alpha, mean, var = rest
     seed = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -186,7 +186,7 @@ class TestGeometry:
             "MAP_ACROSS": 256,
             "MOST_SLABS": 512,
         }.items():
-            monkeypatch.setattr(kernels, name, value)
+            monkeypatch.setattr(cutting, name, value)
         x = torch.empty(shape, device="meta")
         if channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
@@ -199,7 +199,7 @@ class TestGeometry:
             assert all(size & (size - 1) == 0 for size in sizes)
 
     def test_a_long_sample_is_cut_into_parts(self, monkeypatch):
-        monkeypatch.setattr(kernels, "PART", 16384)
+        monkeypatch.setattr(cutting, "PART", 16384)
         for pixels, parts in ((512 * 1024, 32), (224 * 224, 4), (112 * 112, 1), (333 * 333, 1)):
             _, g = kernels._geometry(torch.empty(1, 2, pixels, device="meta"), None)
             assert g.parts == parts
