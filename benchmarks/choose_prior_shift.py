@@ -3,15 +3,18 @@
 python benchmarks/choose_prior_shift.py CIFAR_FOLDER [--network wrn40_2-cifar10] [--device cuda]
 
 The paper names the transforms of the prior but not their strength. For each probability: the prior
-from 1,024 training images, taken as alpha, and its errors on 2,000 other training images under the
-shift that post-training simulates (`domain_shift`, drawn anew for every 200 images), at every batch
-size. The lowest mean is the default of `prior_shift`. No test image and no corruption is looked at.
+from 1,024 training images, taken as alpha, and its errors on 1,000 other training images, at every
+batch size, under a mild and a strong shift, each drawn anew for every 200 images: the one that
+post-training simulates (`domain_shift`), and inverted colours (`prior_shift`). Errors are divided
+by the source network's, so that both shifts count alike; the lowest mean is the default of
+`prior_shift`. No test image and no corruption is looked at.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from ttnorm.data.loader import DeviceLoader
 from ttnorm.models import zoo
 
 INVERT = (0.1, 0.2, 0.3, 0.5)
+HELD_OUT = 1000
 BATCH_SIZES = (200, 64, 16, 4, 2, 1)
 
 
@@ -36,11 +40,18 @@ def main() -> None:
     args = parser.parse_args()
     train = load_cifar(args.data, "train")
     images, labels = train.images.to(args.device), train.labels.to(args.device)
-    loader = DeviceLoader(images[:-2000], labels[:-2000], 64)
-    blocks = [x.float() / 255 for x in images[-2000:].split(200)]
-    shift = Generator().manual_seed(1)
-    blocks = [ttnorm.domain_shift(x, shift, per="batch") for x in blocks]
+    loader = DeviceLoader(images[:-HELD_OUT], labels[:-HELD_OUT], 64)
+    images, labels = images[-HELD_OUT:].float() / 255, labels[-HELD_OUT:]
+    shifts: dict[str, Callable[..., Tensor]] = {
+        "mild": ttnorm.domain_shift,
+        "strong": partial(ttnorm.prior_shift, invert=1.0),
+    }
+    blocks = {}
+    for name, shift in shifts.items():
+        draw = Generator().manual_seed(1)
+        blocks[name] = [shift(x, draw, per="batch") for x in images.split(200)]
     model = zoo.load(args.network, args.device)
+    source = {n: _errors(model, {}, x, labels, BATCH_SIZES[:1])[0] for n, x in blocks.items()}
     records = []
     for invert in INVERT:
         prior = ttnorm.estimate_prior(
@@ -49,32 +60,40 @@ def main() -> None:
             augment=partial(ttnorm.prior_shift, invert=invert),
             generator=Generator().manual_seed(0),
         )
-        errors = _errors(model, prior, blocks, labels[-2000:])
-        mean = sum(errors) / len(errors)
+        errors = {name: _errors(model, prior, x, labels, BATCH_SIZES) for name, x in blocks.items()}
+        relative = [error / source[name] for name in blocks for error in errors[name]]
+        mean = sum(relative) / len(relative)
         records.append(
             {
                 "choice": "prior_shift, invert",
                 "value": invert,
                 "network": args.network,
-                "error by batch size": dict(zip(BATCH_SIZES, errors, strict=True)),
-                "mean error": mean,
+                "source's error": source,
+                "error by batch size": {
+                    name: dict(zip(BATCH_SIZES, e, strict=True)) for name, e in errors.items()
+                },
+                "mean error relative to the source's": mean,
                 "mean prior": torch.cat(list(prior.values())).mean().item(),
                 "device": measure.device_name(args.device),
             }
         )
-        print(f"invert {invert}: " + "  ".join(f"{e:.2f}" for e in errors) + f"  mean {mean:.2f}")
+        print(f"invert {invert}: {errors}, relative to {source}: mean {mean:.3f}", flush=True)
     path = measure.RESULTS / f"prior_shift.{args.network}.json"
     path.write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
 
 
 @torch.no_grad()
 def _errors(
-    model: torch.nn.Module, alpha: dict[str, Tensor], blocks: list[Tensor], labels: Tensor
+    model: torch.nn.Module,
+    alpha: dict[str, Tensor],
+    blocks: list[Tensor],
+    labels: Tensor,
+    sizes: Sequence[int],
 ) -> list[float]:
-    """Percent wrong at every batch size."""
-    ttnorm.convert_(model, alpha)
+    """Percent wrong at every batch size; without alpha, the source network's."""
+    ttnorm.convert_(model, alpha or 0.0)
     errors = []
-    for size in BATCH_SIZES:
+    for size in sizes:
         with ttnorm.isolated(model, size):
             predicted = torch.cat([model(x).argmax(1) for x in blocks])
         errors.append(100 * (predicted != labels).double().mean().item())

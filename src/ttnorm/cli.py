@@ -73,7 +73,7 @@ def train_source(
     data: Annotated[Path, typer.Argument(help="A folder with CIFAR-10 or CIFAR-100.")],
     output: Output,
     epochs: Annotated[int, typer.Option(help="Passes over the training set.")] = 100,
-    batch_size: Annotated[int, typer.Option(help="Images a step.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="Images a step.")] = 128,
     depth: Annotated[int, typer.Option(help="6 n + 4 convolutions.")] = 40,
     width: Annotated[int, typer.Option(help="Times as wide as a plain residual network.")] = 2,
     seed: Annotated[int, typer.Option(help="Fixes everything that is random.")] = 0,

@@ -12,7 +12,7 @@ TILE = 2048  # values a program has in registers at once
 ACROSS = 32  # of them side by side in a reduction, at most, where channels are
 MAP_ACROSS = 256  # and in a pass that writes
 PROGRAMS = 528  # that share a reduction, roughly: four for each of an H200's processors
-WHOLE = 0  # values of one channel and group that a program may hold; 0 has all go in slabs
+WHOLE = 4096  # values of one channel and group that a program may hold
 PART = 16384  # pixels of one channel and sample that are not divided among programs
 MOST_SLABS = 512  # of a group: what the merging program can hold
 WARPS = 4
@@ -88,7 +88,7 @@ class Cut:
         down, across = _power_of_2(self.group_size), _power_of_2(self.pixels)
         channels = max(1, min(TILE // (down * across), _power_of_2(self.groups * self.channels)))
         tile = {"BLOCK_K": channels, "BLOCK_N": down, "BLOCK_S": across, "VEC": self.vector}
-        return tile | {"num_warps": WARPS if channels * down * across <= 2 * TILE else 2 * WARPS}
+        return tile | {"num_warps": WARPS}
 
     @cached_property
     def whole_grid(self) -> tuple[int]:

@@ -29,6 +29,7 @@ from .progress import Progress
 from .surgery import borrowed, device_of, unwrap
 
 logger = logging.getLogger("ttnorm")
+RARE = 1 / 32  # of the samples: a channel to which fewer give a gradient cannot be judged
 
 
 def estimate_prior(
@@ -44,13 +45,14 @@ def estimate_prior(
 ) -> dict[str, Tensor]:
     """Sensitivity of every channel to a domain shift, in [0, 1] (Eq. 3-5, Algorithm 1).
 
-    s = mean over samples of sign(g) * sign(g'), for gamma and for beta
+    s = mean over samples of sign(g) * sign(g'), where neither is 0, for gamma and for beta
     A = (1 - (s_gamma + s_beta) / 2)^2 after min-max normalisation of all s together
 
-    A gradient of exactly zero counts as no agreement. Channels that never get a gradient, on which
-    the data says nothing, are left out of the normalisation, get 0 (the source's statistics) and
-    are logged. The model comes back as it was. Where torch.distributed is initialised, every rank
-    takes its share of the samples and all ranks return the same prior.
+    A sample that gives a channel no gradient, because a ReLU behind it is off, does not count.
+    Channels for which that leaves fewer than 1 sample in 32 are left out of the normalisation, get
+    0 (the source's statistics) and are logged. The model comes back as it was. Where
+    torch.distributed is initialised, every rank takes its share of the samples and all ranks return
+    the same prior.
 
     Args:
         model: the trained network, converted or not.
@@ -93,7 +95,7 @@ def estimate_prior(
             for name, grads in clean.items():
                 product = torch.sign(grads) * torch.sign(shifted[name])  # (2, N, C)
                 agreement[name] = agreement.get(name, 0) + product.sum(1)
-                informed[name] = informed.get(name, 0) + (product != 0).sum((0, 1))
+                informed[name] = informed.get(name, 0) + (product != 0).sum(1)
             seen += len(x)
         progress.close()
     if seen == 0:
@@ -113,8 +115,11 @@ def _prior_from_agreement(
 ) -> dict[str, Tensor]:
     """Eq. 4 and 5, over all layers together."""
     names, sizes = list(agreement), [a.shape[1] for a in agreement.values()]
-    score = torch.cat([agreement[name] for name in names], 1) / samples
-    alive = torch.cat([informed[name] for name in names]) > 0
+    counts = torch.cat([informed[name] for name in names], 1)
+    # a sample without a gradient says nothing: counted as 0, one channel that hardly ever fires
+    # would be the lowest score of all, and make every other channel look alike
+    score = torch.cat([agreement[name] for name in names], 1) / counts.clamp_min(1)
+    alive = (counts >= max(1, samples * RARE)).all(0)
     if not alive.any():
         raise ValueError(
             "Every gradient of every BatchNorm channel is exactly zero. Are the labels right?"
@@ -128,7 +133,8 @@ def _prior_from_agreement(
     silent = {n: int((~a).sum()) for n, a in zip(names, alive.split(sizes), strict=True)}
     if any(silent.values()):
         logger.warning(
-            "prior: %d of %d channels never got a gradient and keep the source's statistics: %s",
+            "prior: %d of %d channels hardly ever got a gradient and keep the source's statistics: "
+            "%s",
             sum(silent.values()),
             len(alive),
             ", ".join(f"{count} in {name}" for name, count in silent.items() if count),

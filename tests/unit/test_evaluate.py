@@ -253,7 +253,7 @@ def test_a_record_says_which_weights_a_method_had(network, tmp_path):
         evaluate(tested, small_network.domains(names=("dark",)), [job], RecordFile(path))
     first, second = (r["config"]["method"] for r in read_records([path]))
     assert first["weights"] != second["weights"]
-    assert first["strength"] == 250.0
+    assert first["strength"] == 10.0
 
 
 def test_another_methods_predictions_are_not_taken_for_those_of_the_norm(network, tmp_path):

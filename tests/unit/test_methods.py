@@ -89,7 +89,7 @@ def test_swr(batch_size, stable):
         total = 0.2 * entropy(y).mean() + 0.25 * (mean * mean.log()).sum()
         anchor = history[0] if stable else history[-2]
         for w, p, at in zip(weights.values(), other.parameters(), anchor, strict=True):
-            total = total + 250 * w * (p - at).square().sum()
+            total = total + 10 * w * (p - at).square().sum()
         return total
 
     def remember():

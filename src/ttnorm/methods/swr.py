@@ -31,7 +31,7 @@ def swr(
     stable: bool = False,
     entropy_weight: float = 0.2,
     diversity_weight: float = 0.25,
-    strength: float = 250.0,
+    strength: float = 10.0,
     window: int = 200,
 ) -> AdaptationStep:
     """Adapts all parameters; an output is the one before the update.

@@ -1,7 +1,8 @@
 """Train a source network: a wide residual network with AugMix and its Jensen-Shannon loss.
 
-The images lie on the device and every augmentation happens there in batches. On a GPU the whole
-step, augmentation, forward, backward and update, is captured once as a graph and replayed.
+The images lie on the device and every augmentation happens there in batches. On a GPU the network
+is compiled, and the whole step, augmentation, forward, backward and update, is captured once as a
+graph and replayed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TrainConfig:
     depth: int = 40
     width: int = 2
     epochs: int = 100
-    batch_size: int = 256
+    batch_size: int = 128
     lr: float = 0.1
     momentum: float = 0.9
     weight_decay: float = 5e-4
@@ -137,6 +138,7 @@ class _Step:
         self.model, self.images, self.labels = model, images, labels
         self.config, self.generator = config, generator
         self.cuda = images.is_cuda
+        self.forward = torch.compile(model) if self.cuda else model
         self.lr = torch.zeros((), device=images.device)
         self.batch = torch.zeros(config.batch_size, dtype=torch.long, device=images.device)
         self.optimiser = torch.optim.SGD(
@@ -158,11 +160,11 @@ class _Step:
     def _step(self) -> Tensor:
         x = crop_and_flip(self.images[self.batch], self.generator)
         y = self.labels[self.batch]
-        views = torch.cat((x, augmix(x, self.generator), augmix(x, self.generator)))
+        views = torch.cat((x, augmix(x.repeat(2, 1, 1, 1), self.generator)))
         views = views.contiguous(memory_format=torch.channels_last)
         # without its cache: a graph must not hold casts that were made outside of it
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.cuda, cache_enabled=False):
-            logits = self.model(views)
+            logits = self.forward(views)
         loss = consistency_loss(logits, y, self.config.consistency)
         self.optimiser.zero_grad()
         loss.backward()
