@@ -7,14 +7,24 @@ from .export import to_exported_program, to_onnx
 from .fold import fold_
 from .fuse import fuse
 from .layers import TTNorm1d, TTNorm2d, TTNorm3d
+from .memory import StreamConfig
 from .posttrain import PostTrainConfig, PostTrainResult, optimise_alpha, post_train_
 from .prior import estimate_prior
-from .surgery import alphas, convert_, isolated, revert_
+from .stream import (
+    health,
+    load_stream_,
+    reset_stream_,
+    save_stream,
+    stream_,
+    streams,
+)
+from .surgery import alphas, convert_, end_stream_, isolated, revert_
 from .version import __version__
 
 __all__ = [
     "PostTrainConfig",
     "PostTrainResult",
+    "StreamConfig",
     "TTNorm1d",
     "TTNorm2d",
     "TTNorm3d",
@@ -22,17 +32,24 @@ __all__ = [
     "alphas",
     "convert_",
     "domain_shift",
+    "end_stream_",
     "estimate_prior",
     "fold_",
     "functional",
     "fuse",
+    "health",
     "isolated",
     "load_",
+    "load_stream_",
     "optimise_alpha",
     "post_train_",
     "prior_shift",
+    "reset_stream_",
     "revert_",
     "save",
+    "save_stream",
+    "stream_",
+    "streams",
     "to_exported_program",
     "to_onnx",
 ]

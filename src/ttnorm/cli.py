@@ -236,7 +236,10 @@ def evaluate(
     ] = None,
     scenario: Annotated[
         list[str] | None,
-        typer.Option(help="single, continual, mixed, mixed-pairs, class-sorted, source; single."),
+        typer.Option(
+            help="single, continual, mixed, mixed-pairs, alternating-10, -50, -200, class-sorted, "
+            "dirichlet, source; single."
+        ),
     ] = None,
     batch_size: Annotated[list[int] | None, typer.Option(help="200, 64, 16, 4, 2, 1.")] = None,
     corruption: Annotated[list[str] | None, typer.Option(help="Which; all 15 if none.")] = None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from .surgery import ttn_layers, unwrap
+from .surgery import refuse_stream, ttn_layers, unwrap
 
 
 def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
@@ -30,6 +30,7 @@ def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
     """
     model = unwrap(model)
     layers = ttn_layers(model)  # an unconverted network would export, and never adapt
+    refuse_stream(model, "The exported graph")
     if any(layer.group_size is not None for layer in layers.values()):
         raise ValueError("The model is isolated; export it outside of ttnorm.isolated().")
     with _eval_mode(model), torch.no_grad():

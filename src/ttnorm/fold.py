@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .layers import TTNormAct2d, TTNormBase
-from .surgery import ttn_layers, unwrap
+from .surgery import refuse_stream, ttn_layers, unwrap
 from .tracing import trace
 
 _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -43,6 +43,7 @@ def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
     if not 0 <= tolerance <= 1:
         raise ValueError(f"tolerance is {tolerance}, expected a number in [0, 1].")
     model = unwrap(model)
+    refuse_stream(model, "fold_")
     quiet = {
         name: layer
         for name, layer in ttn_layers(model).items()

@@ -46,6 +46,8 @@ def batch_moments(x: Tensor, group_size: int | None = None) -> Moments:
     """
     if kernels.usable(x) and native.usable(x):
         return kernels.moments(x, group_size)
+    if group_size == 1:
+        return _sample_moments(x)
     if group_size is not None:
         return groups.pool_moments(*_sample_moments(x), group_size)
     if native.usable(x):

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from . import kernels
 from .arguments import check_arguments
 from .layers import TTNormAct2d, TTNormBase
-from .surgery import unwrap
+from .surgery import refuse_stream, unwrap
 from .tracing import trace
 
 _ADD = (operator.add, operator.iadd, torch.add)
@@ -38,6 +38,7 @@ def fuse(model: nn.Module) -> fx.GraphModule:
         ['NormRelu']
     """
     model = unwrap(model)
+    refuse_stream(model, "fuse")
     graph = trace(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     fused = fx.GraphModule(model, graph)

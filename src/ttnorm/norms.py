@@ -22,6 +22,7 @@ from torch import nn
 
 from . import artefact
 from .mixnorm import MixNorm
+from .stream import stream_
 from .surgery import alphas, convert_
 
 AlphaPath = str | os.PathLike[str]
@@ -81,6 +82,13 @@ def ttn(
     return model
 
 
+def ttn_stream(
+    model: nn.Module, batch_size: int, alpha_file: AlphaPath | None, **options: Any
+) -> nn.Module:
+    """alpha between the source and a memory of the stream instead of the batch: see `stream`."""
+    return stream_(ttn(model, batch_size, alpha_file), **options)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm:
     """A normalisation with its options fixed.
@@ -90,12 +98,14 @@ class Norm:
         options: its keyword arguments; they go into every record.
         alpha_file: the kind of alpha file it needs: "ttn", "dynamic" or none.
         per_sample: whether an image's prediction is the same at every batch size.
+        remembers: whether it has a memory of the stream: see `stream`.
     """
 
     function: Callable[..., nn.Module]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     alpha_file: str | None = None
     per_sample: bool = False
+    remembers: bool = False
 
 
 NORMS: dict[str, Norm] = {
@@ -108,6 +118,18 @@ NORMS: dict[str, Norm] = {
     "ttn": Norm(function=ttn, alpha_file="ttn"),
     "ttn-scaled": Norm(function=ttn, options={"scale": 0.4}, alpha_file="ttn"),
     "ttn-dynamic": Norm(function=ttn, alpha_file="dynamic"),
+    "ttn-stream": Norm(
+        function=ttn_stream,
+        options={"memory": "balanced", "window": 200},
+        alpha_file="ttn",
+        remembers=True,
+    ),
+    "ttn-pool": Norm(
+        function=ttn_stream,
+        options={"memory": "pool", "window": 200},
+        alpha_file="ttn",
+        remembers=True,
+    ),
 }
 
 

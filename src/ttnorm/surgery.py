@@ -29,6 +29,7 @@ from .layers import (
     TTSyncNorm,
 )
 
+STREAM = "_ttnorm_stream"  # the attribute of a network that remembers: see `stream`
 # By name, so that neither torchvision nor timm has to be installed.
 _CONVERTED: dict[str, type[TTNormBase]] = {
     "torch.nn.modules.batchnorm.BatchNorm1d": TTNorm1d,
@@ -85,10 +86,29 @@ def revert_(model: nn.Module) -> nn.Module:
         >>> type(revert_(convert_(model, alpha=0.1))[0])
         <class 'torch.nn.modules.batchnorm.BatchNorm2d'>
     """
-    for layer in ttn_layers(model).values():
+    layers = ttn_layers(model)
+    end_stream_(model)
+    for layer in layers.values():
         _revert(layer)
     remember_config(model, None)
     return model
+
+
+def end_stream_(model: nn.Module) -> nn.Module:
+    """Have a network forget the streams it remembers: batches are normalised on their own again."""
+    stream = unwrap(model).__dict__.pop(STREAM, None)
+    if stream is not None:
+        for hook in stream.hooks:
+            hook.remove()
+        for layer in stream.layers:
+            layer.__dict__.pop("standardise", None)
+    return model
+
+
+def refuse_stream(model: nn.Module, what: str) -> None:
+    """Raise if the network remembers a stream, which `what` would ignore."""
+    if STREAM in unwrap(model).__dict__:
+        raise ValueError(f"{what} knows no streams. Call ttnorm.end_stream_(model) before.")
 
 
 def alphas(model: nn.Module) -> dict[str, Tensor]:
@@ -123,6 +143,7 @@ def isolated(model: nn.Module, group_size: int) -> Iterator[nn.Module]:
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
         raise ValueError(f"group_size is {group_size!r}, expected a whole number of at least 1.")
     layers = ttn_layers(model)
+    refuse_stream(model, "isolated")
     before = [layer.group_size for layer in layers.values()]
     guards = _same_batch_everywhere(unwrap(model), layers)
     try:
@@ -178,6 +199,7 @@ def borrowed(
     ours = [m for m in model.modules() if isinstance(m, TTNormBase)]
     before = [(m, m.alpha, m.cross_term, m.sync, m.group_size) for m in ours]
     config = config_of(model)
+    refuse_stream(model, "Post-training")
     convert_(model, alpha)
     try:
         model.eval()

@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_snippets_run_one_after_the_other(tmp_path):
     snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(snippets) == 4
+    assert len(snippets) == 5
     (tmp_path / "pasted.py").write_text("\n".join(snippets))
     result = subprocess.run(
         [sys.executable, "pasted.py"], cwd=tmp_path, capture_output=True, text=True, check=False

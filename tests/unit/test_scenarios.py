@@ -65,6 +65,24 @@ def test_a_batch_of_pairs_holds_at_most_two_domains(size):
     assert bool((halves == halves[:, :1]).all())
 
 
+@pytest.mark.parametrize("every", [10, 50])
+def test_alternating_keeps_to_a_domain_for_so_many_images(every):
+    (segment,) = stream(f"alternating-{every}", labels=LABELS.repeat(4))
+    runs = segment.domains.view(-1, every)
+    assert bool((runs == runs[:, :1]).all())
+    assert len(runs[:, 0].unique()) == 3
+
+
+def test_dirichlet_makes_classes_come_and_go():
+    """In most stretches as long as a batch one class is ahead as it never is at random."""
+    labels = torch.arange(5000) % 10
+    shares = {}
+    for scenario in ("dirichlet", "single", "class-sorted"):
+        parts = labels[stream(scenario, labels=labels)[0].images].split(50)
+        shares[scenario] = sum(part.bincount().max().item() / 50 for part in parts) / len(parts)
+    assert 2 * shares["single"] < shares["dirichlet"] < shares["class-sorted"]
+
+
 def test_errors():
     with pytest.raises(ValueError, match="no scenario 'mixd'; there are single"):
         stream("mixd")

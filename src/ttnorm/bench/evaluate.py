@@ -1,6 +1,7 @@
 """Scoring norm x method x scenario x batch size, one record per cell.
 
-Many small batches run as one forward with groups, so every batch size costs about the same; with
+Many small batches run as one forward with groups, so every batch size costs about the same; where a
+norm remembers its stream, segments that start anew run side by side as streams instead. With
 `grouped=False` batches run one after another, to the same predictions.
 """
 
@@ -16,7 +17,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..norms import apply_norm_, norm_named
 from ..progress import Progress
 from ..surgery import device_of
 from ..version import __version__
+from .alongside import alongside
 from .records import Record, RecordFile
 from .scenarios import SCENARIOS, Segment, segments
 
@@ -154,6 +156,9 @@ def predictions(
     """The predicted classes of a job, segment after segment, in the order of arrival."""
     stream = segments(job.scenario, list(data.images), data.labels.cpu(), job.batch_size, job.seed)
     run = _Run(network, data, job, grouped)
+    if grouped and _alongside(job, stream):
+        yield from run.alongside(stream)
+        return
     for segment in stream:
         yield segment, run(segment)
 
@@ -174,12 +179,17 @@ class _Run:
         if spec.needs_agreement:
             options["weights"] = network.agreement
         self.method = spec.make(model.eval(), job.batch_size, **options)
-        self.batch_size = job.batch_size
+        self.model, self.batch_size = model, job.batch_size
         self.pictures = list(data.images.values())
         self.device = self.pictures[0].device
         whole = SAMPLES_AT_ONCE.get(self.device.type, 200)
         batches = max(1, whole // job.batch_size) if grouped else 1
         self.samples = batches * job.batch_size
+
+    def alongside(self, stream: Sequence[Segment]) -> Iterator[tuple[Segment, Tensor]]:
+        """Segments that all start anew, under a norm that remembers its stream."""
+        at_once = self.samples // self.batch_size
+        return alongside(self.model, self._images, stream, self.batch_size, at_once)
 
     def __call__(self, segment: Segment) -> Tensor:
         if segment.reset:
@@ -240,6 +250,10 @@ def _cells(
     # Where batches do not matter, another batch size has had the same predictions already.
     same = norm_named(job.norm).per_sample and job.method == "none"
     same = same and all(s.reset for s in stream)  # and there is no state to carry on
+    if grouped and _alongside(job, stream):
+        todo = [(s, cell) for s, cell, m in zip(stream, cells, missing, strict=True) if m]
+        yield from _score_alongside(_Run(network, data, job, grouped), data, todo)
+        return
     run = None
     last = max(index for index, is_missing in enumerate(missing) if is_missing)
     for index, segment in enumerate(stream[: last + 1]):
@@ -257,6 +271,22 @@ def _cells(
             yield cells[index] | outcome
 
 
+def _alongside(job: Job, stream: Sequence[Segment]) -> bool:
+    """Whether segments are streams that can share their forwards."""
+    remembers = norm_named(job.norm).remembers and job.method == "none"
+    return remembers and all(s.reset for s in stream)
+
+
+def _score_alongside(
+    run: _Run, data: Domains, todo: Sequence[tuple[Segment, Record]]
+) -> Iterator[Record]:
+    started = _now(run.device)
+    found = run.alongside([segment for segment, _ in todo])
+    for (segment, predicted), (_, cell) in zip(found, todo, strict=True):
+        seconds = (_now(run.device) - started) / len(todo)
+        yield cell | _outcome(run, data, segment, predicted, seconds)
+
+
 def _data(data: Domains, segment: Segment) -> str | dict[str, str]:
     """Which images a segment is made of."""
     return data.fingerprints.get(segment.domain) or data.fingerprints
@@ -265,12 +295,18 @@ def _data(data: Domains, segment: Segment) -> str | dict[str, str]:
 def _score(run: _Run, data: Domains, segment: Segment) -> Record:
     started = _now(run.device)
     predicted = run(segment)
+    return _outcome(run, data, segment, predicted, _now(run.device) - started)
+
+
+def _outcome(
+    run: _Run, data: Domains, segment: Segment, predicted: Tensor, seconds: float
+) -> Record:
     wrong = int((predicted != data.labels[segment.images.to(run.device)]).sum())
     undone = run.method.report()
     return {
         "wrong": wrong,
         **({"undone": undone} if undone else {}),
-        "seconds": round(_now(run.device) - started, 4),
+        "seconds": round(seconds, 4),
         "versions": {
             "ttnorm": __version__,
             "torch": torch.__version__,

@@ -18,6 +18,11 @@ TITLES = {
     "mixed": "Mixed: all corruptions in one random order",
     "mixed-pairs": "Mixed in pairs: every batch holds two corruptions, half and half",
     "class-sorted": "Class-sorted: one corruption after another, each sorted by class",
+    "dirichlet": "Dirichlet: one corruption after another, in which classes come and go",
+    **{
+        f"alternating-{every}": f"Alternating: a new corruption after every {every} images"
+        for every in (10, 50, 200)
+    },
     "source": "Source: the clean test set",
 }
 

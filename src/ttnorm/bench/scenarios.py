@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -35,7 +37,7 @@ class Segment:
 class Scenario:
     """A scenario and what a record says about it."""
 
-    function: Callable[[list[str], Tensor, int, Generator], list[Segment]]
+    function: Callable[..., list[Segment]]
     order: str
     reset: str
 
@@ -82,17 +84,58 @@ def mixed_pairs(
     """
     if batch_size > 1 and batch_size % 2:
         raise ValueError(f"mixed-pairs has batch size {batch_size}, expected an even one, or 1.")
-    half = max(1, batch_size // 2)
-    count = len(labels)
-    halves, rest = [], []
+    return [_runs("mixed", domains, labels, max(1, batch_size // 2), generator)]
+
+
+def alternating(
+    domains: list[str], labels: Tensor, batch_size: int, generator: Generator, *, every: int
+) -> list[Segment]:
+    """A new random domain after every so many images."""
+    return [_runs("alternating", domains, labels, every, generator)]
+
+
+def dirichlet(
+    domains: list[str],
+    labels: Tensor,
+    batch_size: int,
+    generator: Generator,
+    *,
+    concentration: float = 0.1,
+) -> list[Segment]:
+    """Domain after domain, in each of which classes come and go.
+
+    There are as many stretches of time as classes. How a class is spread over them is drawn from a
+    Dirichlet distribution: the lower its concentration, the fewer stretches a class comes in.
+    """
+    rng = np.random.default_rng(int(torch.randint(2**31, (), generator=generator)))
+    classes = int(labels.max()) + 1
+    stretches: list[list[Tensor]] = [[] for _ in range(classes)]
+    for label in range(classes):
+        order = torch.randperm(int((labels == label).sum()), generator=generator)
+        images = torch.nonzero(labels == label).flatten()[order]
+        spread = rng.dirichlet([concentration] * classes).cumsum()[:-1]
+        for stretch, part in zip(
+            stretches, images.tensor_split((spread * len(images)).astype(int).tolist()), strict=True
+        ):
+            stretch.append(part)
+    whole = [torch.cat(stretch) for stretch in stretches]
+    order = torch.cat([s[torch.randperm(len(s), generator=generator)] for s in whole])
+    return [_whole_domain(domains, index, order, reset=True) for index in range(len(domains))]
+
+
+def _runs(
+    name: str, domains: list[str], labels: Tensor, length: int, generator: Generator
+) -> Segment:
+    """Runs of one random domain each; what fills no run comes last."""
+    count, whole = len(labels), len(labels) // length * length
+    runs: list[Tensor] = []
+    rest: list[Tensor] = []
     for index in range(len(domains)):
         order = torch.randperm(count, generator=generator) + index * count
-        whole = count // half * half
-        halves += order[:whole].split(half)
+        runs += order[:whole].split(length) if whole else ()
         rest.append(order[whole:])
-    shuffled = torch.randperm(len(halves), generator=generator).tolist()
-    order = torch.cat([*(halves[i] for i in shuffled), *rest])
-    return [_mixture("mixed", order, count)]
+    shuffled = torch.randperm(len(runs), generator=generator).tolist()
+    return _mixture(name, torch.cat([*(runs[i] for i in shuffled), *rest]), count)
 
 
 def _whole_domain(domains: list[str], index: int, order: Tensor, reset: bool) -> Segment:
@@ -109,6 +152,13 @@ SCENARIOS: dict[str, Scenario] = {
     "mixed": Scenario(mixed, "random over all domains", "never"),
     "mixed-pairs": Scenario(mixed_pairs, "halves of a batch from random domains", "never"),
     "class-sorted": Scenario(class_sorted, "by class", "every domain"),
+    "dirichlet": Scenario(dirichlet, "classes come and go, concentration 0.1", "every domain"),
+    **{
+        f"alternating-{every}": Scenario(
+            partial(alternating, every=every), f"a new domain after every {every} images", "never"
+        )
+        for every in (10, 50, 200)
+    },
     # the clean test set: the caller gives one domain, and it is met like any other
     "source": Scenario(single, "random", "every domain"),
 }

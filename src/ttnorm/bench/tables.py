@@ -31,6 +31,8 @@ NAMES = {
     "ttn": "TTN",
     "ttn-scaled": "TTN (scaled)",
     "ttn-dynamic": "TTN (dynamic)",
+    "ttn-stream": "TTN (stream)",
+    "ttn-pool": "TTN (stream, one pool)",
 }
 
 

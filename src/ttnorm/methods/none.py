@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mixnorm import MixNorm
-from .step import in_batches
+from .step import in_batches, memory_of
 
 
 class NoAdaptation:
@@ -18,21 +17,21 @@ class NoAdaptation:
     room: int | None = None
 
     def __init__(self, model: nn.Module, batch_size: int) -> None:
-        self.model, self.batch_size = model, batch_size
+        self.model, self.batch_size, self.memory = model, batch_size, memory_of(model)
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         return in_batches(self.model, x, self.batch_size)
 
     def reset(self) -> None:
-        if isinstance(self.model, MixNorm):
-            self.model.reset()
+        if self.memory is not None:
+            self.memory.reset()
 
     def report(self) -> int:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"norms": self.model.stream_state()} if isinstance(self.model, MixNorm) else {}
+        return {} if self.memory is None else {"norms": self.memory.stream_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != set(self.state_dict()):
@@ -40,5 +39,5 @@ class NoAdaptation:
                 f"The state has {', '.join(sorted(state)) or 'nothing'}, which is no state of this "
                 "method. Was it saved by another one?"
             )
-        if isinstance(self.model, MixNorm):
-            self.model.load_stream_state(state["norms"])
+        if self.memory is not None:
+            self.memory.load_stream_state(state["norms"])

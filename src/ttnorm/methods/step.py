@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from .. import groups, kernels
 from ..capture import Repeated
+from ..memory import Stream
 from ..mixnorm import MixNorm
-from ..surgery import isolated
+from ..surgery import STREAM, isolated
 
 logger = logging.getLogger("ttnorm")
 
@@ -79,7 +80,7 @@ class AdaptationStep:
         self.lost = torch.zeros((), device=self.flat.vector.device)  # undone updates
         self.seen = self.updates = self.warned = self.reported = 0
         record = record and kernels.ENABLED and self.flat.vector.is_cuda
-        record = record and not isinstance(model, MixNorm)  # it has a state of its own
+        record = record and memory_of(model) is None  # that changes with every batch
         self._whole = Repeated(self._window) if record else self._window
 
     @property
@@ -108,8 +109,8 @@ class AdaptationStep:
         _copy(self.state, self.start)
         self.flat.gradient.zero_()
         self.seen = self.updates = 0
-        for model in self._streaming():
-            model.reset()
+        for memory in self._memories():
+            memory.reset()
 
     def report(self) -> int:
         """How many updates have been undone since the last report."""
@@ -122,7 +123,7 @@ class AdaptationStep:
         self._warn()
         tensors = {name: t.clone() for name, t in self.state.items()}
         counts = {"seen": self.seen, "updates": self.updates}
-        norms = {"norms": [model.stream_state() for model in self._streaming()]}
+        norms = {"norms": [memory.stream_state() for memory in self._memories()]}
         return tensors | {"gradient": self.flat.gradient.clone()} | counts | norms
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,8 +133,8 @@ class AdaptationStep:
                 f"The state has {', '.join(sorted(state))}; expected "
                 f"{', '.join(sorted(expected))}. Was it saved by another method?"
             )
-        streaming = self._streaming()
-        if len(state["norms"]) != len(streaming):
+        memories = self._memories()
+        if len(state["norms"]) != len(memories):
             raise ValueError("The state was saved with another norm than this one.")
         for name, tensor in {**self.state, "gradient": self.flat.gradient}.items():
             if state[name].shape != tensor.shape:
@@ -141,15 +142,16 @@ class AdaptationStep:
                     f"{name} of the state has shape {tuple(state[name].shape)}, expected "
                     f"{tuple(tensor.shape)}. Was it saved with another network?"
                 )
-        for model, seen in zip(streaming, state["norms"], strict=True):
-            model.load_stream_state(seen)
+        for memory, seen in zip(memories, state["norms"], strict=True):
+            memory.load_stream_state(seen)
         _copy(self.state, state)
         self.flat.gradient.copy_(state["gradient"])
         self.seen, self.updates = int(state["seen"]), int(state["updates"])
 
-    def _streaming(self) -> list[MixNorm]:
-        """The networks whose norm has a state of its own."""
-        return [model for model in self.models if isinstance(model, MixNorm)]
+    def _memories(self) -> list[MixNorm | Stream]:
+        """Of the networks whose norm has a state of its own."""
+        memories = (memory_of(model) for model in self.models)
+        return [memory for memory in memories if memory is not None]
 
     def _part(self, x: Tensor) -> Tensor:
         """Samples that fit into what is left of the window."""
@@ -252,10 +254,17 @@ class FlatParameters:
             torch._foreach_add_([view for view, _ in pairs], [g for _, g in pairs])
 
 
+def memory_of(model: nn.Module) -> MixNorm | Stream | None:
+    """What the network's norm remembers, if it does."""
+    return model if isinstance(model, MixNorm) else model.__dict__.get(STREAM)
+
+
 def in_batches(model: nn.Module, x: Tensor, batch_size: int) -> Tensor:
     """The network's outputs, each batch of `batch_size` normalised on its own."""
     if isinstance(model, MixNorm):  # it knows no batches
         return model(x)
+    if memory_of(model) is not None:  # one batch after another: each changes the memory
+        return torch.cat([model(part) for part in x.split(batch_size)])
     with isolated(model, batch_size):
         return model(x)
 

@@ -1,0 +1,325 @@
+"""The memory behind `stream_`: what a network has seen of its streams, and its part of a forward.
+
+Moments are in units of the source, (mean - mu_s) / sigma_s and var / var_s, with all layers of the
+network side by side in one row of T channels. A memory that has seen nothing is 0 and 1, and what
+comes out is BatchNorm in eval mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .functional import batch_moments, mix_moments, normalise
+from .native import moment_dtype
+from .pooling import Moments, average, cell_moments, remember, share_of_new, shares
+from .surgery import ttn_layers
+
+FARTHEST = 10.0  # standard deviations of the source: no frame's moments count as further away
+NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in its own statistics
+MEMORIES = ("pool", "balanced")
+Id = Hashable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """How streams are remembered.
+
+    Args:
+        window: frames that are remembered, roughly: their weight falls exponentially.
+        memory: "balanced" remembers frames by predicted class and counts all classes alike, so that
+            a run of one class does not take over; "pool" remembers all frames alike, for networks
+            that predict no class.
+        source: frames that the source counts for at the beginning.
+        buckets: that classes are remembered in, at most: class c in bucket c modulo their number.
+        max_streams: that are remembered at once; the one unused for longest is forgotten first.
+    """
+
+    window: int = 200
+    memory: str = "balanced"
+    source: float = 4.0
+    buckets: int = 10
+    max_streams: int = 64
+
+    def __post_init__(self) -> None:
+        if self.memory not in MEMORIES:
+            raise ValueError(f"memory is {self.memory!r}, expected {' or '.join(MEMORIES)}.")
+        for name in ("window", "buckets", "max_streams"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1.")
+        if not self.source > 0:
+            raise ValueError(f"source is {self.source}, expected a positive number.")
+
+
+class Stream:
+    """What a network remembers of its streams; hooks of the network call it at every forward.
+
+    Args:
+        model: a converted network.
+        config: see `StreamConfig`.
+    """
+
+    def __init__(self, model: nn.Module, config: StreamConfig) -> None:
+        self.config, self.layers = config, list(ttn_layers(model).values())
+        self.sizes = [layer.running_mean.numel() for layer in self.layers]
+        self.dtype = moment_dtype(self.layers[0].running_mean)
+        self.source_mean = self._flat([layer.running_mean for layer in self.layers])
+        self.unit_var = self._flat([layer.running_var for layer in self.layers]).clamp_min(1e-12)
+        self.unit = self.unit_var.sqrt()
+        # parts of a memory, each with its part of the window: no more than there are classes
+        self.cells = config.buckets if config.memory == "balanced" else 1
+        self.rows: dict[Id, int] = {}  # of streams, in the order of their last use
+        self.state = self._blank(1)
+        self.frames: _Frames | None = None  # of the forward in progress
+        self.hooks: list[RemovableHandle] = []
+        self.select([None])
+
+    def select(self, ids: Sequence[Id]) -> None:
+        """Whose the samples to come are: one id for each, or one for all."""
+        together = list(dict.fromkeys(ids))
+        if len(together) > self.config.max_streams:
+            raise ValueError(
+                f"{len(together)} streams in one batch, expected at most "
+                f"{self.config.max_streams}: stream_(model, max_streams=...)."
+            )
+        for one in together:
+            row = self.rows.pop(one, None)
+            self.rows[one] = self._new_row(together) if row is None else row
+        device = self.source_mean.device
+        self.ids = list(ids)
+        self.active = torch.tensor([self.rows[one] for one in together], device=device)
+        self.group = torch.tensor([together.index(one) for one in ids], device=device)
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward: what its layers will mix in."""
+        x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim())
+        if x.device != self.source_mean.device:
+            self.to(x.device)
+        if len(self.ids) not in (1, len(x)):
+            raise ValueError(f"{len(self.ids)} ids for a batch of {len(x)}: expected one each.")
+        group = self.group.expand(len(x))
+        with torch.no_grad():
+            counts = _usable(x).to(self.dtype)
+            share, new = shares(group, counts, len(self.active))
+            memory = average(self.state["mean"][self.active], self.state["var"][self.active])
+            trust = self._trust_in_batch(new)[:, None]
+        alpha = self._flat([layer.alpha for layer in self.layers])
+        # three are mixed, source, memory and batch: the first two here, for all layers at once
+        remembered = alpha * (1 - trust) / (1 - alpha * trust).clamp_min(1e-12)
+        zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
+        mean, var = mix_moments(remembered, zero, one, *memory)
+        mean, var = torch.addcmul(self.source_mean, mean, self.unit), var * self.unit_var
+        per_layer = (mean, var, alpha * trust, self.source_mean, self.unit)
+        self.frames = _Frames(
+            group,
+            counts,
+            share,
+            # a GPU is not asked: it would have to be waited for
+            mixing=x.is_cuda or bool((trust > 0).any()),
+            per_layer=[*zip(*(t.split(self.sizes, -1) for t in per_layer), strict=True)],
+        )
+
+    def _trust_in_batch(self, new: Tensor) -> Tensor:
+        """The batch's share in what is mixed with the source, for each stream."""
+        if self.config.memory == "pool":
+            trust, _ = share_of_new(self.state["count"][self.active, 0], new, self.config.window)
+        else:
+            # its labels may be all alike, so it helps out only as long as little has been seen
+            unseen = (1 - self.state["seen"][self.active] / self.config.window).clamp_min(0)
+            trust = unseen * new / (new + self.config.source)
+        return torch.where(trust < NEGLIGIBLE, 0.0, trust)
+
+    def standardise(self, index: int, x: Tensor) -> Tensor:
+        """A layer's part of the forward."""
+        now, layer = self.frames, self.layers[index]
+        if now is None:
+            raise RuntimeError(
+                "A layer was called outside of a forward of the network that stream_ was given."
+            )
+        if len(x) != len(now.group):
+            raise ValueError(
+                f"A layer sees {len(x)} samples in a batch of {len(now.group)}: whose they are "
+                "cannot be told. A network that folds anything into the batch has no streams."
+            )
+        mean, var, trust, source_mean, unit = now.per_layer[index]
+        with torch.no_grad():
+            frames = batch_moments(x.detach(), 1)
+            now.moments[index] = frames  # of its last use, where a layer has several
+            if now.mixing:
+                frames = _in_units(*frames, source_mean, unit)
+                batch = cell_moments(now.share, now.group, *frames)
+                batch = (torch.addcmul(source_mean, batch[0], unit), batch[1] * unit.square())
+        if now.mixing:
+            mean, var = mix_moments(trust, mean, var, *batch)
+        if len(mean) == 1:
+            return normalise(x, mean[0], var[0], layer.weight, layer.bias, layer.eps)
+        rows = (mean[now.group], var[now.group])
+        return normalise(x, *rows, layer.weight, layer.bias, layer.eps, 1)
+
+    @torch.no_grad()
+    def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After a forward: remember its frames."""
+        now, self.frames = self.frames, None
+        assert now is not None
+        mean, var = _in_units(*self._moments(now), self.source_mean, self.unit)
+        cells = now.group
+        if self.config.memory == "balanced":
+            cells = cells * self._cells_for(output) + output.argmax(1) % self.cells
+        share, new = shares(cells, now.counts, len(self.active) * self.cells)
+        names = ("count", "mean", "var")
+        before = {name: self.state[name][self.active].flatten(0, 1) for name in names}
+        new_mean, new_var = cell_moments(share, cells, mean, var)
+        window = max(1.0, self.config.window / self.cells)
+        after = remember(**before, new=new, new_mean=new_mean, new_var=new_var, window=window)
+        shape = (len(self.active), self.cells)
+        for name, value in zip(names, after, strict=True):
+            self.state[name][self.active] = value.unflatten(0, shape)
+        taken = new.view(shape).sum(1).long()
+        self.state["seen"][self.active] += taken
+        ones = torch.ones_like(now.counts)
+        self.state["rejected"][self.active] += shares(now.group, ones, shape[0])[1].long() - taken
+
+    def _moments(self, now: _Frames) -> Moments:
+        """Of every sample in every channel, (N, T)."""
+        samples = len(now.group)
+        means = list(self.source_mean.expand(samples, -1).split(self.sizes, 1))
+        variances = list(self.unit_var.expand(samples, -1).split(self.sizes, 1))
+        for index, (mean, var) in now.moments.items():  # a layer that was not used is the source's
+            means[index], variances[index] = mean, var
+        return self._flat(means), self._flat(variances)
+
+    def _cells_for(self, output: Any) -> int:
+        """As many as the network tells classes apart, which its first output says."""
+        if not isinstance(output, Tensor) or output.dim() != 2:
+            raise ValueError(
+                "A balanced memory needs predictions of shape (N, classes). For a network that "
+                "gives something else: stream_(model, memory='pool')."
+            )
+        if output.shape[1] < self.cells:
+            self.cells = output.shape[1]
+            self.state = self._blank(len(self.state["seen"]))
+        return self.cells
+
+    def _flat(self, per_layer: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.to(self.dtype) for t in per_layer], -1)
+
+    def to(self, device: torch.device) -> None:
+        for name in ("source_mean", "unit", "unit_var", "active", "group"):
+            setattr(self, name, getattr(self, name).to(device))
+        self.state = {name: t.to(device) for name, t in self.state.items()}
+
+    def reset(self, ids: Sequence[Id] | None = None) -> None:
+        """All streams, or those of these ids, as if they had never been."""
+        ids = list(self.rows) if ids is None else ids
+        unknown = [one for one in ids if one not in self.rows]
+        if unknown:
+            raise ValueError(f"There is no stream {unknown[0]!r}; there are {list(self.rows)}.")
+        for one in ids:
+            self._clear(self.rows[one])
+            if one not in self.ids:
+                del self.rows[one]
+
+    def stream_state(self) -> dict[str, Any]:
+        """All that the next forward depends on: a row of every tensor for each id."""
+        rows = list(self.rows.values())
+        return {"ids": list(self.rows)} | {name: t[rows].clone() for name, t in self.state.items()}
+
+    def load_stream_state(self, state: Mapping[str, Any]) -> None:
+        expected = {"ids", *self.state}
+        if set(state) != expected:
+            raise ValueError(
+                f"The state has {', '.join(sorted(state))}; expected {', '.join(sorted(expected))}."
+            )
+        ids, cells = list(state["ids"]), self.cells
+        if len(ids) > self.config.max_streams:
+            raise ValueError(
+                f"The state has {len(ids)} streams, expected at most {self.config.max_streams}: "
+                "stream_(model, max_streams=...)."
+            )
+        if 1 <= state["count"].shape[-1] < self.cells:
+            self.cells = state["count"].shape[-1]  # the network has fewer classes than buckets
+        for name, tensor in self._blank(1).items():
+            wanted = (len(ids), *tensor.shape[1:])
+            if state[name].shape != wanted:
+                self.cells = cells
+                raise ValueError(
+                    f"{name} of the state has shape {tuple(state[name].shape)}, expected {wanted}. "
+                    "Was it saved with another network, or another StreamConfig?"
+                )
+        self.rows = {one: row for row, one in enumerate(ids)}
+        blank = self._blank(max(0, 1 - len(ids)))
+        self.state = {
+            name: torch.cat((state[name].to(t), blank[name])) for name, t in self.state.items()
+        }
+        self.select(self.ids)
+
+    def _new_row(self, keep: Sequence[Id]) -> int:
+        """A row for one more stream; where there is no room, the one unused for longest goes."""
+        room = len(self.state["seen"])
+        if len(self.rows) == self.config.max_streams:
+            oldest = next(one for one in self.rows if one not in keep)
+            row = self.rows.pop(oldest)
+        else:
+            if len(self.rows) == room:
+                more = self._blank(min(room, self.config.max_streams - room))
+                self.state = {name: torch.cat((t, more[name])) for name, t in self.state.items()}
+            row = min(set(range(len(self.state["seen"]))) - set(self.rows.values()))
+        self._clear(row)
+        return row
+
+    def _clear(self, row: int) -> None:
+        for name, blank in self._blank(1).items():
+            self.state[name][row] = blank[0]
+
+    def _blank(self, streams: int) -> dict[str, Tensor]:
+        """Streams that have seen nothing."""
+        like, cells = self.source_mean, self.cells
+        return {
+            "mean": like.new_zeros(streams, cells, len(like)),
+            "var": like.new_ones(streams, cells, len(like)),
+            "count": like.new_full((streams, cells), self.config.source / cells),
+            "seen": like.new_zeros(streams, dtype=torch.long),
+            "rejected": like.new_zeros(streams, dtype=torch.long),
+        }
+
+
+@dataclasses.dataclass
+class _Frames:
+    """A forward in progress.
+
+    Args:
+        group: which of the active streams a sample belongs to, (N,).
+        counts: 1, or 0 for a sample that is not to be remembered, (N,).
+        share: of each sample in its stream's part of the batch, (streams, N).
+        mixing: whether any batch has a say in its own statistics.
+        per_layer: mean and variance of source and memory, alpha of the batch, (streams, C) each,
+            and the source's mean and standard deviation, (C,).
+        moments: of every sample, (N, C), by layer.
+    """
+
+    group: Tensor
+    counts: Tensor
+    share: Tensor
+    mixing: bool
+    per_layer: list[tuple[Tensor, ...]]
+    moments: dict[int, Moments] = dataclasses.field(default_factory=dict)
+
+
+def _in_units(mean: Tensor, var: Tensor, source_mean: Tensor, unit: Tensor) -> Moments:
+    """Moments in units of the source, within bounds."""
+    mean, var = (mean - source_mean) / unit, var / (unit * unit)
+    # fmax and fmin, unlike clamp, also bound what is not a number
+    farthest = mean.new_full((), FARTHEST)
+    mean = torch.fmin(torch.fmax(mean, -farthest), farthest)
+    return mean, torch.fmin(torch.fmax(var, mean.new_zeros(())), farthest.square())
+
+
+def _usable(x: Tensor) -> Tensor:
+    """Which samples may be remembered: not those that are not finite, or of one colour."""
+    flat = x.detach().flatten(1)
+    return torch.isfinite(flat).all(1) & (flat.amax(1) > flat.amin(1))

@@ -1,0 +1,99 @@
+"""The maths of statistics that are remembered: pure functions of moments.
+
+A memory holds moments in cells. Every cell is an exponential window over the samples it was given:
+it starts with a few pseudo-samples of the source, and forgets only when it is given new samples.
+Moments are kept as mean and variance, never as sums of squares, and merged as mixtures: no digits
+are lost however long a stream is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .functional import mix_moments
+
+Moments = tuple[Tensor, Tensor]
+
+
+def shares(cells: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The share of every sample in its cell, (number, N), and how many samples a cell has.
+
+    Args:
+        cells: the cell of every sample, (N,).
+        counts: what a sample counts for, (N,): 0 if it is not to be remembered.
+        number: of cells.
+
+    Example:
+        >>> share, new = shares(torch.tensor([1, 0, 1]), torch.tensor([1.0, 1.0, 1.0]), 2)
+        >>> share, new
+        (tensor([[0.0000, 1.0000, 0.0000],
+                [0.5000, 0.0000, 0.5000]]), tensor([1., 2.]))
+    """
+    places = torch.arange(number, device=cells.device)
+    member = (places[:, None] == cells) * counts
+    new = member.sum(1)
+    return member / new.clamp_min(1e-12)[:, None], new
+
+
+def cell_moments(share: Tensor, cells: Tensor, mean: Tensor, var: Tensor) -> Moments:
+    """Moments of all samples in a cell together, (number, T), from their own, (N, T).
+
+    Args:
+        share: see `shares`.
+        cells: the cell of every sample.
+        mean, var: finite, also of samples that do not count.
+    """
+    pooled = share @ mean
+    return pooled, share @ (var + (mean - pooled[cells]).square())
+
+
+def average(mean: Tensor, var: Tensor) -> Moments:
+    """Moments of the even mixture of cells: (..., cells, T) to (..., T).
+
+    Example:
+        >>> mean, var = average(torch.tensor([[0.0], [2.0]]), torch.ones(2, 1))
+        >>> mean.item(), var.item()
+        (1.0, 2.0)
+    """
+    middle = mean.mean(-2)
+    return middle, (var + (mean - middle.unsqueeze(-2)).square()).mean(-2)
+
+
+def share_of_new(count: Tensor, new: Tensor, window: float) -> tuple[Tensor, Tensor]:
+    """What `new` samples are of a cell's window after it has taken them, and its new count.
+
+    n' = (1 - 1 / window)^new * n + new,   share = new / n'
+
+    Example:
+        >>> share, count = share_of_new(torch.tensor(4.0), torch.tensor(1.0), 200.0)
+        >>> round(share.item(), 3), round(count.item(), 3)
+        (0.201, 4.98)
+    """
+    left = count * (1 - 1 / window) ** new
+    total = left + new
+    return new / total, total
+
+
+def remember(
+    count: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    new: Tensor,
+    new_mean: Tensor,
+    new_var: Tensor,
+    *,
+    window: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and variance of cells after they have taken new samples.
+
+    Args:
+        count: of the cells, (cells,).
+        mean, var: of the cells, (cells, T).
+        new: how many samples each is given, (cells,).
+        new_mean, new_var: of these, (cells, T).
+        window: how many samples a cell remembers, roughly.
+    """
+    share, total = share_of_new(count, new, window)
+    mean, var = mix_moments(share[:, None], mean, var, new_mean, new_var)
+    return total, mean, var

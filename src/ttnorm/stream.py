@@ -1,0 +1,161 @@
+"""Statistics pooled over a stream: batch size stops mattering.
+
+A frame alone says little about its domain; a stream of frames says a lot. Every layer's moments are
+remembered, and a batch of any size is normalised with a mixture of the source's, the memory's and
+its own. No gradient, no second forward, constant memory. See `memory` for how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .artefact import read_safetensors, write_atomically
+from .memory import Id, Stream, StreamConfig
+from .pooling import average
+from .surgery import STREAM, end_stream_, unwrap
+
+FORMAT = "ttnorm-stream"
+
+
+def stream_(model: nn.Module, **options: Any) -> nn.Module:
+    """Have a network remember the stream it sees, from now on.
+
+    A batch is normalised with the source's statistics and, as far as alpha goes, with those of the
+    last frames instead of its own alone. It starts as plain BatchNorm.
+
+    Args:
+        model: a network with test-time normalization layers, from `load_`, `convert_` or
+            `post_train_`. Called again, it starts anew.
+        options: see `StreamConfig`.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> from ttnorm import convert_
+        >>> model = stream_(convert_(nn.Sequential(nn.BatchNorm1d(2)), alpha=0.5), window=100)
+        >>> for _ in range(3):
+        ...     output = model(torch.randn(1, 2))
+        >>> health(model)[None].frames
+        3
+    """
+    end_stream_(model)
+    network = unwrap(model)
+    stream = Stream(model, StreamConfig(**options))
+    network.__dict__[STREAM] = stream
+    stream.hooks = [
+        network.register_forward_pre_hook(stream.begin, with_kwargs=True),
+        network.register_forward_hook(stream.end),
+    ]
+    for index, layer in enumerate(stream.layers):
+        layer.standardise = partial(stream.standardise, index)  # type: ignore[method-assign]
+    return model
+
+
+def reset_stream_(model: nn.Module, ids: Sequence[Id] | None = None) -> nn.Module:
+    """Forget what was seen: of all streams, or of those with these ids."""
+    stream_of(model).reset(ids)
+    return model
+
+
+@contextlib.contextmanager
+def streams(model: nn.Module, ids: Sequence[Id]) -> Iterator[nn.Module]:
+    """Inside, the samples of a batch belong to the streams of these ids, one id for each.
+
+    Every stream has a memory of its own; frames of many streams in one forward come out as if each
+    stream had run alone.
+
+    Example:
+        >>> from ttnorm import convert_
+        >>> model = stream_(convert_(nn.Sequential(nn.BatchNorm1d(2)), alpha=0.5))
+        >>> with streams(model, ["door", "yard", "yard"]):
+        ...     output = model(torch.randn(3, 2))
+        >>> {name: state.frames for name, state in health(model).items()}
+        {'door': 1, 'yard': 2}
+    """
+    stream = stream_of(model)
+    before = stream.ids
+    stream.select(list(ids))
+    try:
+        yield model
+    finally:
+        stream.select(before)
+
+
+def save_stream(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write what a network remembers to a safetensors file, for another process to go on with.
+
+    Args:
+        model: whose streams have strings, whole numbers or None for ids.
+        path: the file.
+    """
+    stream = stream_of(model)
+    state = stream.stream_state()
+    ids = state.pop("ids")
+    odd = [one for one in ids if not isinstance(one, (str, int, type(None)))]
+    if odd:
+        raise TypeError(f"Stream {odd[0]!r} cannot be saved: its id is no string and no number.")
+    tensors = {name: t.cpu().contiguous() for name, t in state.items()}
+    metadata = {"format": FORMAT, "config": dataclasses.asdict(stream.config), "ids": ids}
+    write_atomically(path, tensors, metadata)
+
+
+def load_stream_(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Have a network remember what `save_stream` wrote; the same network, on any device."""
+    tensors, metadata = read_safetensors(path)
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} holds no streams: ttnorm.save_stream writes those.")
+    stream_(model, **metadata["config"])
+    stream_of(model).load_stream_state({"ids": metadata["ids"], **tensors})
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """A stream in numbers.
+
+    Args:
+        shift: how far its statistics are from the source's: the mean over channels, weighted by
+            alpha, of the Gaussian divergence between them. 0 is the source.
+        effective_count: frames that its memory is worth.
+        frames: that it has remembered.
+        rejected: frames that it has not, for they were not finite or of one colour.
+    """
+
+    shift: float
+    effective_count: float
+    frames: int
+    rejected: int
+
+
+@torch.no_grad()
+def health(model: nn.Module) -> dict[Id, Health]:
+    """How every stream is doing, the one unused for longest first."""
+    stream = stream_of(model)
+    state = stream.state
+    mean, var = average(state["mean"], state["var"])
+    alpha = torch.cat([layer.alpha for layer in stream.layers]).to(mean)
+    divergence = 0.5 * (var + mean.square() - 1 - var.clamp_min(1e-6).log())
+    shift = (divergence * alpha).sum(1) / alpha.sum().clamp_min(1e-12)
+    columns = (shift.double(), state["count"].sum(1), state["seen"], state["rejected"])
+    table = torch.stack(columns, 1).tolist()
+    return {
+        one: Health(table[row][0], table[row][1], int(table[row][2]), int(table[row][3]))
+        for one, row in stream.rows.items()
+        if any(table[row][2:])
+    }
+
+
+def stream_of(model: nn.Module) -> Stream:
+    stream = unwrap(model).__dict__.get(STREAM)
+    if stream is None:
+        raise ValueError("The model remembers no stream. Call ttnorm.stream_ first.")
+    return stream

@@ -1,0 +1,463 @@
+"""Streams: batch size stops mattering, each stream is alone, and no frame can do much harm."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ttnorm
+from ttnorm import StreamConfig
+from ttnorm.memory import FARTHEST
+from ttnorm.stream import stream_of
+
+
+@pytest.fixture
+def network(small_network):
+    alphas = {
+        name: torch.rand(layer.num_features)
+        for name, layer in small_network.named_modules()
+        if isinstance(layer, nn.BatchNorm2d)
+    }
+    return ttnorm.convert_(small_network, alphas)
+
+
+def frames(count, low=0.2, high=0.7):
+    return low + (high - low) * torch.rand(count, 3, 12, 12)
+
+
+def outputs(model, x, batch_size, ids=None):
+    """The stream x in batches, one after another."""
+    if ids is None:
+        return torch.cat([model(part) for part in x.split(batch_size)])
+    parts = []
+    for begin in range(0, len(x), batch_size):
+        with ttnorm.streams(model, ids[begin : begin + batch_size]):
+            parts.append(model(x[begin : begin + batch_size]))
+    return torch.cat(parts)
+
+
+class WrittenOut:
+    """One layer's pool in NumPy's float64: Eq. 2 with the moments of an exponential window."""
+
+    def __init__(self, layer, window, source):
+        self.layer, self.window = layer, window
+        self.count, self.mean = source, layer.running_mean.double().numpy().copy()
+        self.var = layer.running_var.double().numpy().copy()
+
+    def __call__(self, x):
+        layer, x = self.layer, x.detach().double().numpy()
+        batch_mean, batch_var = x.mean((0, 2, 3)), x.var((0, 2, 3))
+        left = self.count * (1 - 1 / self.window) ** len(x)
+        self.count = left + len(x)
+        share = len(x) / self.count
+        mean = (1 - share) * self.mean + share * batch_mean
+        second = (1 - share) * (self.var + self.mean**2) + share * (batch_var + batch_mean**2)
+        self.mean, self.var = mean, second - mean**2
+        alpha = layer.alpha.double().numpy()
+        source_mean, source_var = (
+            t.double().numpy() for t in (layer.running_mean, layer.running_var)
+        )
+        mixed = alpha * self.mean + (1 - alpha) * source_mean
+        var = alpha * self.var + (1 - alpha) * source_var
+        var += alpha * (1 - alpha) * (self.mean - source_mean) ** 2
+        scale = layer.weight.detach().double().numpy() / np.sqrt(var + layer.eps)
+        y = (x - mixed[:, None, None]) * scale[:, None, None]
+        return torch.from_numpy(y + layer.bias.detach().double().numpy()[:, None, None])
+
+
+@pytest.mark.parametrize("sizes", [(7, 7, 7), (9, 2, 14, 5)])
+def test_the_pool_is_an_exponential_window_over_the_frames(network, sizes):
+    reference = copy.deepcopy(network)
+    layers = [WrittenOut(m, window=20, source=4.0) for m in network if hasattr(m, "alpha")]
+    for written, layer in zip(layers, (m for m in reference if hasattr(m, "alpha")), strict=True):
+        layer.standardise = lambda x, written=written: written(x).float()
+    ttnorm.stream_(network, window=20, memory="pool")
+    for size in sizes:  # all of them more than a negligible part of the window
+        x = frames(size)
+        torch.testing.assert_close(network(x), reference(x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("memory", ["pool", "balanced"])
+def test_batch_size_hardly_matters(network, memory):
+    """After a window's worth of frames, one frame at a time gives what batches of 50 give."""
+    x = frames(400)
+    ttnorm.stream_(network, window=100, memory=memory)
+    by_size = {}
+    for size in (50, 10, 1):
+        ttnorm.reset_stream_(network)
+        by_size[size] = outputs(network, x, size)[200:]
+    ttnorm.end_stream_(network)
+    alone = outputs(network, x, 1)[200:]
+    for size in (10, 1):
+        distance = (by_size[size] - by_size[50]).abs().mean()
+        assert distance < 0.1 * (alone - by_size[50]).abs().mean()
+
+
+@pytest.mark.parametrize("memory", ["pool", "balanced"])
+def test_alpha_zero_is_plain_batchnorm(small_network, memory):
+    x = frames(12)
+    expected = small_network(x)
+    model = ttnorm.stream_(ttnorm.convert_(small_network, 0.0), memory=memory)
+    torch.testing.assert_close(outputs(model, x, 5), expected)
+
+
+@pytest.mark.parametrize("memory", ["pool", "balanced"])
+def test_the_first_frames_are_nearly_plain_batchnorm(network, memory):
+    x = frames(1)
+    offline = network(x)
+    ttnorm.stream_(network, memory=memory)
+    first = network(x)
+    ttnorm.revert_(network)
+    plain = network(x)
+    assert (first - plain).abs().max() < 0.5 * (offline - plain).abs().max()
+
+
+@pytest.mark.parametrize("memory", ["pool", "balanced"])
+def test_many_streams_in_one_forward_are_as_if_each_ran_alone(network, memory):
+    a, b, c = frames(30), frames(30, 0.0, 0.2), frames(30, 0.6, 1.0)
+    ttnorm.stream_(network, memory=memory)
+    alone = []
+    for x in (a, b, c):
+        ttnorm.reset_stream_(network)
+        alone.append(outputs(network, x, 3))
+    ttnorm.reset_stream_(network)
+    together = []
+    for parts in zip(a.split(3), b.split(3), c.split(3), strict=True):
+        order = torch.randperm(9)
+        with ttnorm.streams(network, [("a", "b", "c")[i // 3] for i in order]):
+            together.append(network(torch.cat(parts)[order])[order.argsort()])
+    for index, expected in enumerate(alone):
+        actual = torch.cat([part[3 * index : 3 * index + 3] for part in together])
+        # within three frames of one stream the order is another
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_streams_end_with_their_context(network):
+    ttnorm.stream_(network)
+    network(frames(2))
+    with ttnorm.streams(network, ["x"] * 3):
+        network(frames(3))
+    network(frames(4))
+    assert {one: h.frames for one, h in ttnorm.health(network).items()} == {"x": 3, None: 6}
+
+
+class TestBalanced:
+    def test_a_class_that_was_not_seen_counts_as_the_source(self, network):
+        network[8].weight.data.zero_()
+        network[8].bias.data = torch.tensor([0.0, 1.0, 0.0, 0.0])  # all is class 1
+        ttnorm.stream_(network, memory="balanced")
+        outputs(network, frames(100, 0.8, 1.0), 1)
+        stream = stream_of(network)
+        unseen = [0, 2, 3]
+        assert (stream.state["mean"][0, unseen] == 0).all()
+        assert (stream.state["var"][0, unseen] == 1).all()
+        assert (stream.state["mean"][0, 1].abs() > 0.1).any()
+        assert stream.state["count"][0, unseen].tolist() == [stream.config.source / 4] * 3
+
+    def test_a_run_of_one_class_moves_the_statistics_less_than_a_pool_s(self, network):
+        """With four classes in turn both see the same; in a run, one fourth is the run's."""
+        network[8].weight.data.zero_()
+        network[8].bias.data = torch.tensor([0.0, 1.0, 0.0, 0.0])
+        run = frames(300, 0.9, 1.0)
+        shifts = {}
+        for memory in ("pool", "balanced"):
+            ttnorm.stream_(network, memory=memory, buckets=4)
+            outputs(network, run, 1)
+            shifts[memory] = ttnorm.health(network)[None].shift
+        assert shifts["balanced"] < 0.5 * shifts["pool"]
+
+    def test_more_classes_than_buckets_share_them(self, network):
+        ttnorm.stream_(network, memory="balanced", buckets=2)
+        outputs(network, frames(20), 4)
+        assert stream_of(network).state["mean"].shape[1] == 2
+        assert ttnorm.health(network)[None].frames == 20
+
+    def test_needs_predictions(self):
+        model = ttnorm.convert_(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), 0.5)
+        ttnorm.stream_(model, memory="balanced")
+        with pytest.raises(ValueError, match="memory='pool'"):
+            model(frames(2))
+
+
+BAD = {
+    "NaN": lambda x: x.fill_(torch.nan),
+    "one NaN": lambda x: x[0, 0].fill_(torch.nan),
+    "Inf": lambda x: x[1].fill_(torch.inf),
+    "black": lambda x: x.zero_(),
+    "saturated": lambda x: x.fill_(1.0),
+}
+
+
+@pytest.mark.parametrize("memory", ["pool", "balanced"])
+class TestBadFrames:
+    @pytest.mark.parametrize("kind", BAD)
+    def test_are_rejected_and_leave_no_trace(self, network, memory, kind):
+        ttnorm.stream_(network, memory=memory)
+        outputs(network, frames(20), 4)
+        before = {name: t.clone() for name, t in stream_of(network).state.items()}
+        bad = frames(1)
+        BAD[kind](bad[0])
+        assert network(bad).shape == (1, 4)
+        after = stream_of(network).state
+        assert all(torch.equal(after[n], before[n]) for n in ("mean", "var", "count", "seen"))
+        assert ttnorm.health(network)[None].rejected == 1
+
+    @pytest.mark.parametrize("kind", BAD)
+    def test_do_not_reach_the_frames_beside_them(self, network, memory, kind):
+        ttnorm.stream_(network, memory=memory)
+        outputs(network, frames(20), 4)
+        state = stream_of(network).stream_state()
+        good, bad = frames(3), frames(1)
+        BAD[kind](bad[0])
+        expected = network(good)
+        stream_of(network).load_stream_state(state)
+        torch.testing.assert_close(network(torch.cat((good, bad)))[:3], expected)
+
+    @pytest.mark.parametrize("scale", [1e3, 1e9, -1e9, 1e30, 1e38])
+    def test_one_frame_moves_the_memory_no_further_than_its_share(self, network, memory, scale):
+        """The documented bound: 2 x FARTHEST standard deviations of the source, times its share."""
+        ttnorm.stream_(network, memory=memory)
+        outputs(network, frames(60), 4)
+        stream = stream_of(network)
+        before = {name: t.clone() for name, t in stream.state.items()}
+        assert network(scale * frames(1)).shape == (1, 4)
+        share = 1 / stream.state["count"]
+        moved = (stream.state["mean"] - before["mean"]).abs().amax(2)
+        assert (moved <= 2 * FARTHEST * share * 1.001).all()
+        spread = (stream.state["var"] - before["var"]).abs().amax(2)
+        assert (spread <= 5 * FARTHEST**2 * share * 1.001).all()
+        assert all(t.isfinite().all() for t in stream.state.values())
+
+
+class TestManyStreams:
+    def test_the_one_unused_for_longest_is_forgotten_first(self, network):
+        ttnorm.stream_(network, max_streams=3)
+        for one in ("a", "b", "c", "a", "d", "e"):
+            with ttnorm.streams(network, [one]):
+                network(frames(1))
+        # the stream of forwards without ids takes a place as well, and is in use between them
+        assert "b" not in ttnorm.health(network)
+        assert ttnorm.health(network)["e"].frames == 1
+        assert len(stream_of(network).rows) <= 3
+
+    def test_memory_is_bounded(self, network):
+        ttnorm.stream_(network, max_streams=5)
+        for one in range(40):
+            with ttnorm.streams(network, [one]):
+                network(frames(1))
+        assert len(stream_of(network).state["mean"]) == 5
+
+    def test_a_stream_that_comes_back_starts_anew(self, network):
+        x = frames(2)
+        ttnorm.stream_(network, max_streams=2)
+        with ttnorm.streams(network, ["a"]):
+            first = network(x)
+        for one in ("b", "c"):
+            with ttnorm.streams(network, [one]):
+                network(frames(5, 0.9, 1.0))
+        with ttnorm.streams(network, ["a"]):
+            torch.testing.assert_close(network(x), first)
+
+    def test_reset_forgets_the_streams_it_is_given(self, network):
+        ttnorm.stream_(network)
+        with ttnorm.streams(network, ["a", "b"]):
+            network(frames(2))
+        ttnorm.reset_stream_(network, ["a"])
+        assert list(ttnorm.health(network)) == ["b"]
+        with pytest.raises(ValueError, match="no stream 'a'"):
+            ttnorm.reset_stream_(network, ["a"])
+        ttnorm.reset_stream_(network)
+        assert ttnorm.health(network) == {}
+
+    def test_too_many_or_too_few_ids(self, network):
+        ttnorm.stream_(network, max_streams=2)
+        with (
+            pytest.raises(ValueError, match="3 streams in one batch, expected at most 2"),
+            ttnorm.streams(network, ["a", "b", "c"]),
+        ):
+            pass
+        with (
+            ttnorm.streams(network, ["a", "b"]),
+            pytest.raises(ValueError, match="2 ids for a batch of 3"),
+        ):
+            network(frames(3))
+
+
+class TestState:
+    @pytest.mark.parametrize("memory", ["pool", "balanced"])
+    def test_goes_on_in_another_process(self, network, memory, tmp_path):
+        other = copy.deepcopy(network)
+        ttnorm.stream_(network, memory=memory, window=30)
+        with ttnorm.streams(network, ["a", 7] * 5):
+            network(frames(10))
+        ttnorm.save_stream(network, tmp_path / "streams")
+        ttnorm.load_stream_(other, tmp_path / "streams")
+        x = frames(10)
+        with ttnorm.streams(network, ["a", 7] * 5), ttnorm.streams(other, ["a", 7] * 5):
+            assert torch.equal(network(x), other(x))
+        assert ttnorm.health(network) == ttnorm.health(other)
+
+    def test_of_another_network_is_refused(self, network, tmp_path):
+        ttnorm.stream_(network)
+        ttnorm.save_stream(network, tmp_path / "streams")
+        other = ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3)), 0.1)
+        with pytest.raises(ValueError, match=r"shape \(1, 10, 14\), expected \(1, 10, 3\)"):
+            ttnorm.load_stream_(other, tmp_path / "streams")
+        ttnorm.save(network, tmp_path / "alpha")
+        with pytest.raises(ValueError, match="holds no streams"):
+            ttnorm.load_stream_(network, tmp_path / "alpha")
+
+    def test_an_id_that_no_file_can_hold_is_refused(self, network, tmp_path):
+        ttnorm.stream_(network)
+        with ttnorm.streams(network, [(1, 2)]):
+            network(frames(1))
+            with pytest.raises(TypeError, match=r"\(1, 2\) cannot be saved"):
+                ttnorm.save_stream(network, tmp_path / "streams")
+
+    def test_a_copy_remembers_on_its_own(self, network):
+        ttnorm.stream_(network)
+        network(frames(3))
+        other = copy.deepcopy(network)
+        other(frames(4))
+        assert [ttnorm.health(m)[None].frames for m in (network, other)] == [3, 7]
+        ttnorm.end_stream_(other)
+        other(frames(2))
+        network(frames(1))
+        assert ttnorm.health(network)[None].frames == 4
+
+    def test_is_no_part_of_the_network_s_weights(self, network):
+        before = network.state_dict().keys()
+        ttnorm.stream_(network)
+        network(frames(3))
+        assert network.state_dict().keys() == before
+        assert len(list(network.children())) == 9  # a Sequential still runs its own layers only
+
+
+class TestLeavesNothingBehind:
+    def test_end_stream_gives_batches_back_their_own_statistics(self, network):
+        x = frames(6)
+        expected = network(x)
+        ttnorm.stream_(network)
+        network(frames(10, 0.0, 0.1))
+        ttnorm.end_stream_(network)
+        assert torch.equal(network(x), expected)
+        with pytest.raises(ValueError, match="remembers no stream"):
+            ttnorm.health(network)
+
+    def test_revert_ends_it(self, network):
+        ttnorm.stream_(network)
+        ttnorm.revert_(network)
+        assert not network._forward_hooks
+        assert not network._forward_pre_hooks
+        assert all("standardise" not in module.__dict__ for module in network)
+
+    def test_an_exception_inside_a_forward_is_forgotten(self, network):
+        ttnorm.stream_(network)
+        with pytest.raises(RuntimeError):
+            network(torch.rand(2, 5, 12, 12))
+        network(frames(2))
+        assert ttnorm.health(network)[None].frames == 2
+
+    def test_gradients_run_through_one_forward_and_no_further(self, network):
+        ttnorm.stream_(network)
+        for _ in range(2):  # the second would fail if the memory held the first one's graph
+            network(frames(4)).square().sum().backward()
+        assert network[1].weight.grad.abs().sum() > 0
+        assert not any(t.requires_grad for t in stream_of(network).state.values())
+
+    @pytest.mark.parametrize("what", ["isolated", "fuse", "fold_", "to_exported_program", "prior"])
+    def test_what_knows_no_streams_says_so(self, network, what):
+        calls = {
+            "isolated": lambda: ttnorm.isolated(network, 2).__enter__(),
+            "fuse": lambda: ttnorm.fuse(network),
+            "fold_": lambda: ttnorm.fold_(network),
+            "to_exported_program": lambda: ttnorm.to_exported_program(network, frames(2)),
+            "prior": lambda: ttnorm.estimate_prior(network, [(frames(2), torch.tensor([0, 1]))]),
+        }
+        ttnorm.stream_(network)
+        with pytest.raises(ValueError, match="knows no streams"):
+            calls[what]()
+        network(frames(1))
+        assert ttnorm.health(network)[None].frames == 1
+
+
+def test_health_tells_the_source_from_a_shift(network):
+    ttnorm.stream_(network, memory="pool")
+    with ttnorm.streams(network, ["at home"] * 100):
+        network(torch.rand(100, 3, 12, 12))  # what its BatchNorm layers saw in training
+    with ttnorm.streams(network, ["away"] * 100):
+        network(frames(100, 0.7, 0.9))
+    health = ttnorm.health(network)
+    assert health["at home"].shift < 0.05 < health["away"].shift
+    assert health["away"].effective_count == pytest.approx(100, abs=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "none"}, "memory is 'none', expected pool or balanced"),
+        ({"window": 0}, "window is 0"),
+        ({"max_streams": 0}, "max_streams is 0"),
+        ({"source": 0.0}, "source is 0.0"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        StreamConfig(**options)
+
+
+def test_a_network_without_test_time_normalization_is_refused(small_network):
+    with pytest.raises(ValueError, match=r"Call ttnorm\.convert_"):
+        ttnorm.stream_(small_network)
+
+
+def test_a_layer_that_folds_samples_together_is_refused():
+    class Folding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.norm(x.repeat(2, 1, 1, 1)).mean((2, 3))[: len(x)]
+
+    model = ttnorm.stream_(ttnorm.convert_(Folding(), 0.5), memory="pool")
+    with pytest.raises(ValueError, match="sees 8 samples in a batch of 4"):
+        model(frames(4))
+
+
+def test_a_layer_used_twice_and_one_never_used():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+            self.unused, self.fc = nn.BatchNorm2d(5), nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.fc(self.norm(self.conv(self.norm(x).relu())).relu().mean((2, 3)))
+
+    model = ttnorm.stream_(ttnorm.convert_(Odd(), 0.5))
+    outputs(model, frames(30), 4)
+    stream = stream_of(model)
+    assert (stream.state["mean"][0, :, 3:] == 0).all()
+    assert (stream.state["mean"][0, :, :3] != 0).any()
+
+
+def test_half_precision(network):
+    x = frames(40)
+    reference = ttnorm.stream_(copy.deepcopy(network))
+    half = ttnorm.stream_(network.bfloat16())
+    for part in x.split(8):
+        expected, actual = reference(part), half(part.bfloat16())
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, atol=0.1, rtol=0.1)
+
+
+def test_one_dimension():
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    ttnorm.stream_(ttnorm.convert_(model, 0.7), window=50)
+    for size in itertools.chain([1] * 60, [7]):
+        assert model(torch.randn(size, 5) + 3).isfinite().all()
+    assert ttnorm.health(model)[None].frames == 67
