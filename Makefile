@@ -28,6 +28,7 @@ bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results and doc
 	$(BIN)/python benchmarks/prior_cost.py
 	$(BIN)/python benchmarks/evaluate_cost.py
 	$(BIN)/python benchmarks/fold_cost.py
+	$(BIN)/python benchmarks/stream_cost.py
 	$(BIN)/python benchmarks/page.py
 
 clean:

@@ -23,6 +23,7 @@ TITLES = {
     "adapt_cost": "A step of a gradient method",
     "evaluate_cost": "Scoring with groups",
     "fold_cost": "Folding",
+    "stream_cost": "A stream",
 }
 
 

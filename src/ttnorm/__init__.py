@@ -16,6 +16,7 @@ from .stream import (
     reset_stream_,
     save_stream,
     stream_,
+    stream_state,
     streams,
 )
 from .surgery import alphas, convert_, end_stream_, isolated, revert_
@@ -49,6 +50,7 @@ __all__ = [
     "save",
     "save_stream",
     "stream_",
+    "stream_state",
     "streams",
     "to_exported_program",
     "to_onnx",

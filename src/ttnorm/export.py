@@ -1,24 +1,32 @@
-"""A converted network as a graph for production: torch.export and ONNX, for any batch size."""
+"""A converted network as a graph for production: torch.export and ONNX, for any batch size.
+
+A graph has no memory. Where a network remembers its stream, what it remembers goes in beside the
+batch and comes out beside the output: see `stream_state`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from .surgery import refuse_stream, ttn_layers, unwrap
+from .stream import STATE, stream_of, stream_state
+from .surgery import STREAM, ttn_layers, unwrap
 
 
 def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
     """torch.export with a dynamic batch dimension.
 
     Args:
-        model: a converted network.
+        model: a converted network. After `stream_`, the program takes the batch and the tensors of
+            `stream_state`, and gives the output and these tensors as they are after the batch.
         example: an input of any batch size.
 
     Example:
@@ -30,13 +38,19 @@ def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
     """
     model = unwrap(model)
     layers = ttn_layers(model)  # an unconverted network would export, and never adapt
-    refuse_stream(model, "The exported graph")
     if any(layer.group_size is not None for layer in layers.values()):
         raise ValueError("The model is isolated; export it outside of ttnorm.isolated().")
+    example = _at_least_two(example)
+    state: tuple[Tensor, ...] = ()
     with _eval_mode(model), torch.no_grad():
-        return torch.export.export(
-            model, (_at_least_two(example),), dynamic_shapes=({0: Dim("batch", min=1)},)
-        )
+        if STREAM in model.__dict__:
+            remembering = copy.deepcopy(model)
+            remembering(example)  # how many classes there are, and with that the state's shape
+            stream_of(model).use_cells(stream_of(remembering).cells)
+            state = tuple(stream_state(remembering).values())
+            model = _Explicit(remembering).eval()
+        shapes = ({0: Dim("batch", min=1)}, *(None for _ in state))
+        return torch.export.export(model, (example, *state), dynamic_shapes=shapes)
 
 
 def to_onnx(
@@ -45,7 +59,8 @@ def to_onnx(
     """Write an ONNX file with a dynamic batch dimension, input `x` and, if it is one, `output`.
 
     Args:
-        model: a converted network.
+        model: a converted network. After `stream_`, the tensors of `stream_state` are inputs as
+            well, and `next_NAME` outputs: what to give with the next batch.
         example: an input of any batch size.
         path: where to write.
         opset: 17 or newer. torch's exporter writes 18; what it cannot convert that to is refused.
@@ -53,14 +68,15 @@ def to_onnx(
     if opset < 17:
         raise ValueError(f"opset is {opset}, expected 17 or newer.")
     program = to_exported_program(model, example)
-    single = len(program.graph_signature.user_outputs) == 1
+    state = STATE if STREAM in unwrap(model).__dict__ else ()
+    single = len(program.graph_signature.user_outputs) == 1 + len(state)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own notes on its deprecations
         exported = torch.onnx.export(
             program,
             (),
-            input_names=["x"],
-            output_names=["output"] if single else None,
+            input_names=["x", *state],
+            output_names=["output", *(f"next_{name}" for name in state)] if single else None,
             opset_version=opset,
             dynamo=True,
             verbose=False,
@@ -70,6 +86,23 @@ def to_onnx(
     if written != opset:  # the exporter says so in its log only
         raise ValueError(f"opset is {opset}, and torch's exporter offers {written} instead.")
     exported.save(path, external_data=False)
+
+
+class _Explicit(nn.Module):
+    """A network that remembers, with its memory as inputs and outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, x: Tensor, mean: Tensor, var: Tensor, count: Tensor, seen: Tensor, rejected: Tensor
+    ) -> tuple[Any, ...]:
+        stream = stream_of(self.model)
+        state = (mean, var, count, seen, rejected)
+        stream.state = {name: t.clone() for name, t in zip(STATE, state, strict=True)}
+        output = self.model(x)
+        return (output, *(stream.state[name] for name in STATE))
 
 
 def _at_least_two(example: Tensor) -> Tensor:

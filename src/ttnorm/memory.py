@@ -100,9 +100,10 @@ class Stream:
         x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim())
         if x.device != self.source_mean.device:
             self.to(x.device)
-        if len(self.ids) not in (1, len(x)):
-            raise ValueError(f"{len(self.ids)} ids for a batch of {len(x)}: expected one each.")
-        group = self.group.expand(len(x))
+        samples = x.shape[0]  # an exporter takes a len() for a constant
+        if len(self.ids) not in (1, samples):
+            raise ValueError(f"{len(self.ids)} ids for a batch of {samples}: expected one each.")
+        group = self.group.expand(samples)
         with torch.no_grad():
             counts = _usable(x).to(self.dtype)
             share, new = shares(group, counts, len(self.active))
@@ -119,8 +120,8 @@ class Stream:
             group,
             counts,
             share,
-            # a GPU is not asked: it would have to be waited for
-            mixing=x.is_cuda or bool((trust > 0).any()),
+            # a GPU is not asked, for it would have to be waited for, and a compiler cannot be
+            mixing=x.is_cuda or torch.compiler.is_compiling() or bool((trust > 0).any()),
             per_layer=[*zip(*(t.split(self.sizes, -1) for t in per_layer), strict=True)],
         )
 
@@ -141,7 +142,7 @@ class Stream:
             raise RuntimeError(
                 "A layer was called outside of a forward of the network that stream_ was given."
             )
-        if len(x) != len(now.group):
+        if x.shape[0] != now.group.shape[0]:
             raise ValueError(
                 f"A layer sees {len(x)} samples in a batch of {len(now.group)}: whose they are "
                 "cannot be told. A network that folds anything into the batch has no streams."
@@ -186,7 +187,7 @@ class Stream:
 
     def _moments(self, now: _Frames) -> Moments:
         """Of every sample in every channel, (N, T)."""
-        samples = len(now.group)
+        samples = now.group.shape[0]
         means = list(self.source_mean.expand(samples, -1).split(self.sizes, 1))
         variances = list(self.unit_var.expand(samples, -1).split(self.sizes, 1))
         for index, (mean, var) in now.moments.items():  # a layer that was not used is the source's
@@ -200,10 +201,13 @@ class Stream:
                 "A balanced memory needs predictions of shape (N, classes). For a network that "
                 "gives something else: stream_(model, memory='pool')."
             )
-        if output.shape[1] < self.cells:
-            self.cells = output.shape[1]
-            self.state = self._blank(len(self.state["seen"]))
+        self.use_cells(min(self.cells, output.shape[1]))
         return self.cells
+
+    def use_cells(self, number: int) -> None:
+        if number != self.cells:  # which only happens as long as nothing has been seen
+            self.cells = number
+            self.state = self._blank(len(self.state["seen"]))
 
     def _flat(self, per_layer: Sequence[Tensor]) -> Tensor:
         return torch.cat([t.to(self.dtype) for t in per_layer], -1)
@@ -313,10 +317,9 @@ class _Frames:
 def _in_units(mean: Tensor, var: Tensor, source_mean: Tensor, unit: Tensor) -> Moments:
     """Moments in units of the source, within bounds."""
     mean, var = (mean - source_mean) / unit, var / (unit * unit)
-    # fmax and fmin, unlike clamp, also bound what is not a number
-    farthest = mean.new_full((), FARTHEST)
-    mean = torch.fmin(torch.fmax(mean, -farthest), farthest)
-    return mean, torch.fmin(torch.fmax(var, mean.new_zeros(())), farthest.square())
+    # what is not a number counts as the source, and infinity as far away
+    mean = mean.nan_to_num(0.0).clamp(-FARTHEST, FARTHEST)
+    return mean, var.nan_to_num(1.0).clamp(0.0, FARTHEST**2)
 
 
 def _usable(x: Tensor) -> Tensor:

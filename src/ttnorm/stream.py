@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .artefact import read_safetensors, write_atomically
 from .memory import Id, Stream, StreamConfig
@@ -23,6 +23,7 @@ from .pooling import average
 from .surgery import STREAM, end_stream_, unwrap
 
 FORMAT = "ttnorm-stream"
+STATE = ("mean", "var", "count", "seen", "rejected")  # what is remembered of every stream
 
 
 def stream_(model: nn.Module, **options: Any) -> nn.Module:
@@ -152,6 +153,20 @@ def health(model: nn.Module) -> dict[Id, Health]:
         for one, row in stream.rows.items()
         if any(table[row][2:])
     }
+
+
+def stream_state(model: nn.Module, id: Id = None) -> dict[str, Tensor]:
+    """What is remembered of one stream, by name: what an exported graph takes beside the batch.
+
+    Args:
+        model: the network that was exported, or one like it.
+        id: of the stream; forwards without ids belong to None.
+    """
+    stream = stream_of(model)
+    if id not in stream.rows:
+        raise ValueError(f"There is no stream {id!r}; there are {list(stream.rows)}.")
+    row = stream.rows[id]
+    return {name: stream.state[name][row : row + 1].clone() for name in STATE}
 
 
 def stream_of(model: nn.Module) -> Stream:

@@ -1,5 +1,6 @@
 """Graphs for production: torch.compile, torch.export and ONNX agree with eager at any size."""
 
+import copy
 import shutil
 
 import onnx
@@ -51,6 +52,29 @@ def test_the_onnx_graph_adapts(session):
     (dark,) = session.run(None, {"x": torch.cat((x[:1], 0.1 * x[1:])).numpy()})
     (bright,) = session.run(None, {"x": x.numpy()})
     assert abs(dark[0] - bright[0]).max() > 1e-2
+
+
+@pytest.mark.parametrize("memory", ["balanced", "pool"])
+def test_a_stream_in_onnxruntime_is_the_stream_in_eager(network, tmp_path, memory):
+    """500 frames, a few of them together and one broken, with the state handed on from outside."""
+    model = ttnorm.stream_(copy.deepcopy(network), memory=memory)
+    ttnorm.to_onnx(model, torch.rand(1, 3, 16, 16), tmp_path / "stream.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "stream.onnx")
+    state = {name: t.numpy() for name, t in ttnorm.stream_state(model).items()}
+    for number in range(500):
+        x = torch.rand(3 if number % 50 == 0 else 1, 3, 16, 16) ** 2
+        if number == 77:
+            x[0, 0] = torch.nan
+        output, *following = session.run(None, {"x": x.numpy(), **state})
+        state = dict(zip(state, following, strict=True))
+        with torch.no_grad():
+            expected = model(x)
+        torch.testing.assert_close(
+            torch.from_numpy(output), expected, rtol=0, atol=1e-4, equal_nan=True
+        )
+    for name, expected in ttnorm.stream_state(model).items():
+        torch.testing.assert_close(torch.from_numpy(state[name]), expected, rtol=1e-4, atol=1e-4)
+    assert ttnorm.health(model)[None].rejected == 1
 
 
 def test_torch_export_agrees_with_eager(network):

@@ -368,13 +368,12 @@ class TestLeavesNothingBehind:
         assert network[1].weight.grad.abs().sum() > 0
         assert not any(t.requires_grad for t in stream_of(network).state.values())
 
-    @pytest.mark.parametrize("what", ["isolated", "fuse", "fold_", "to_exported_program", "prior"])
+    @pytest.mark.parametrize("what", ["isolated", "fuse", "fold_", "prior"])
     def test_what_knows_no_streams_says_so(self, network, what):
         calls = {
             "isolated": lambda: ttnorm.isolated(network, 2).__enter__(),
             "fuse": lambda: ttnorm.fuse(network),
             "fold_": lambda: ttnorm.fold_(network),
-            "to_exported_program": lambda: ttnorm.to_exported_program(network, frames(2)),
             "prior": lambda: ttnorm.estimate_prior(network, [(frames(2), torch.tensor([0, 1]))]),
         }
         ttnorm.stream_(network)
@@ -443,6 +442,15 @@ def test_a_layer_used_twice_and_one_never_used():
     stream = stream_of(model)
     assert (stream.state["mean"][0, :, 3:] == 0).all()
     assert (stream.state["mean"][0, :, :3] != 0).any()
+
+
+def test_a_compiled_network_remembers_as_it_does_uncompiled(network):
+    other = ttnorm.stream_(copy.deepcopy(network))
+    compiled = torch.compile(ttnorm.stream_(network))
+    with torch.no_grad():
+        for part in frames(12).split(3):
+            torch.testing.assert_close(compiled(part), other(part), atol=1e-5, rtol=1e-5)
+    assert ttnorm.health(compiled)[None].frames == 12
 
 
 def test_half_precision(network):

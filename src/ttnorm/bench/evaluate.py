@@ -188,8 +188,17 @@ class _Run:
 
     def alongside(self, stream: Sequence[Segment]) -> Iterator[tuple[Segment, Tensor]]:
         """Segments that all start anew, under a norm that remembers its stream."""
-        at_once = self.samples // self.batch_size
-        return alongside(self.model, self._images, stream, self.batch_size, at_once)
+        left = list(stream)
+        while left:
+            at_once = self.samples // self.batch_size
+            try:
+                for pair in alongside(self.model, self._images, left, self.batch_size, at_once):
+                    yield pair
+                    left = left[1:]
+            except torch.OutOfMemoryError:
+                if at_once == 1:
+                    raise
+                self._take_fewer()
 
     def __call__(self, segment: Segment) -> Tensor:
         if segment.reset:
@@ -201,13 +210,17 @@ class _Run:
             except torch.OutOfMemoryError:
                 if self.samples <= self.batch_size:
                     raise
-            # Fewer samples at once, and from the segment's beginning: a method, or a norm with a
-            # state, may have been in the middle of something.
-            self.samples = max(1, self.samples // self.batch_size // 2) * self.batch_size
-            logger.warning("out of memory; trying %d samples at a time", self.samples)
+            # From the segment's beginning: a method, or a norm with a state, may have been in the
+            # middle of something.
             self.method.load_state_dict(before)
-            gc.collect()
-            torch.cuda.empty_cache()
+            self._take_fewer()
+
+    def _take_fewer(self) -> None:
+        """Samples at once, after a GPU ran out of memory."""
+        self.samples = max(1, self.samples // self.batch_size // 2) * self.batch_size
+        logger.warning("out of memory; trying %d samples at a time", self.samples)
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _predict(self, segment: Segment) -> Tensor:
         predicted, begin = [], 0
@@ -219,14 +232,13 @@ class _Run:
         return torch.cat(predicted)
 
     def _images(self, domains: Tensor, images: Tensor) -> Tensor:
-        first, images = int(domains[0]), images.to(self.device)
-        if bool((domains == first).all()):
-            x = self.pictures[first][images]
-        else:
-            x = self.pictures[first].new_empty(len(images), *self.pictures[first].shape[1:])
-            for index in domains.unique().tolist():
-                here = (domains == index).to(self.device)
-                x[here] = self.pictures[index][images[here]]
+        order = domains.argsort(stable=True)
+        there, counts = domains[order].unique_consecutive(return_counts=True)
+        parts = images[order].to(self.device).split(counts.tolist())
+        pairs = zip(there.tolist(), parts, strict=True)
+        x = torch.cat([self.pictures[domain][part] for domain, part in pairs])
+        if not bool((order[1:] > order[:-1]).all()):
+            x = x[order.argsort().to(self.device)]
         return x.float() / 255
 
 

@@ -1,0 +1,118 @@
+"""Which memory a stream should have, decided on simulated shifts of source data alone.
+
+python benchmarks/choose_stream_memory.py CIFAR_FOLDER [--network wrn40_2-cifar10] [--device cuda]
+
+The last 1,000 training images in six domains: clean, inverted, solarized, posterized, shrunk and
+dark. Frame by frame, in random order, sorted by class, and with classes that come and go; each
+domain is a stream of its own. For comparison the source network, and TTN with single frames for
+batches. No test image and no corruption is looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import measure
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ttnorm
+from ttnorm.bench.alongside import alongside
+from ttnorm.bench.scenarios import Segment, segments
+from ttnorm.data.cifar import load_cifar
+from ttnorm.models import zoo
+
+FRAMES = 1000
+ORDERS = {"random": "single", "sorted by class": "class-sorted", "come and go": "dirichlet"}
+MEMORIES = {"balanced": {"memory": "balanced"}, "pool": {"memory": "pool"}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--network", default="wrn40_2-cifar10")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    args = parser.parse_args()
+    train = load_cifar(args.data, "train")
+    labels = train.labels[-FRAMES:]
+    domains = simulated(train.images[-FRAMES:].float() / 255)
+    alpha = zoo.alpha_files(args.network)["ttn"]
+
+    def network() -> nn.Module:
+        return ttnorm.load_(zoo.load(args.network, args.device), alpha)
+
+    norms = {"source": zoo.load(args.network, args.device), "TTN, B = 1": network()}
+    norms |= {name: ttnorm.stream_(network(), **options) for name, options in MEMORIES.items()}
+    records = []
+    for order, scenario in ORDERS.items():
+        for name, model in norms.items():
+            errors = _errors(model, domains, labels, scenario, name, args.device)
+            mean = sum(errors.values()) / len(errors)
+            records.append(
+                {
+                    "choice": "stream, memory",
+                    "value": name,
+                    "order": order,
+                    "network": args.network,
+                    "error by domain": errors,
+                    "mean error": mean,
+                    "device": measure.device_name(args.device),
+                }
+            )
+            print(f"{order:16} {name:12} {mean:6.2f}", errors, flush=True)
+    path = measure.RESULTS / f"stream_memory.{args.network}.json"
+    path.write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
+
+
+def simulated(x: Tensor) -> dict[str, Tensor]:
+    """Domains that no test corruption is."""
+    small = F.pad(F.interpolate(x, scale_factor=0.5, mode="area"), (8, 8, 8, 8), mode="replicate")
+    return {
+        "clean": x,
+        "inverted": 1 - x,
+        "solarized": torch.where(x > 0.5, 1 - x, x),
+        "posterized": (3 * x).round() / 3,
+        "shrunk": small,
+        "dark": x.mean(1, keepdim=True).expand_as(x) ** 2.5,
+    }
+
+
+@torch.no_grad()
+def _errors(
+    model: nn.Module,
+    domains: dict[str, Tensor],
+    labels: Tensor,
+    scenario: str,
+    name: str,
+    device: str,
+) -> dict[str, float]:
+    """Percent wrong in each domain, frame by frame."""
+    pictures = list(domains.values())
+
+    def images(which: Tensor, number: Tensor) -> Tensor:
+        pairs = zip(which.tolist(), number.tolist(), strict=True)
+        return torch.stack([pictures[domain][index] for domain, index in pairs]).to(device)
+
+    def plain(batch: Segment) -> Tensor:
+        parts = zip(batch.domains.split(100), batch.images.split(100), strict=True)
+        return torch.cat([model(images(*part)) for part in parts]).argmax(1)
+
+    stream = segments(scenario, list(domains), labels, 1, 0)
+    if name in MEMORIES:
+        found = [predicted for _, predicted in alongside(model, images, stream, 1, len(stream))]
+    elif name == "source":
+        found = [plain(segment) for segment in stream]
+    else:
+        with ttnorm.isolated(model, 1):
+            found = [plain(segment) for segment in stream]
+    return {
+        s.domain: 100 * (predicted.cpu() != labels[s.images]).double().mean().item()
+        for s, predicted in zip(stream, found, strict=True)
+    }
+
+
+if __name__ == "__main__":
+    main()
