@@ -22,6 +22,7 @@ from .surgery import ttn_layers
 
 FARTHEST = 10.0  # standard deviations of the source: no frame's moments count as further away
 NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in its own statistics
+BEGINNING = 0.25  # of the window: how long a batch has a say beside a balanced memory
 MEMORIES = ("pool", "balanced")
 Id = Hashable
 
@@ -131,8 +132,8 @@ class Stream:
             trust, _ = share_of_new(self.state["count"][self.active, 0], new, self.config.window)
         else:
             # its labels may be all alike, so it helps out only as long as little has been seen
-            unseen = (1 - self.state["seen"][self.active] / self.config.window).clamp_min(0)
-            trust = unseen * new / (new + self.config.source)
+            seen = self.state["seen"][self.active] / (BEGINNING * self.config.window)
+            trust = (1 - seen).clamp_min(0) * new / (new + self.config.source)
         return torch.where(trust < NEGLIGIBLE, 0.0, trust)
 
     def standardise(self, index: int, x: Tensor) -> Tensor:
