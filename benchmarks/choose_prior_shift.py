@@ -12,11 +12,8 @@ by the source network's, so that both shifts count alike; the lowest mean is the
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import measure
 import torch
@@ -33,11 +30,7 @@ BATCH_SIZES = (200, 64, 16, 4, 2, 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--network", default="wrn40_2-cifar10")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    args = parser.parse_args()
+    args = measure.source_data_parser(__doc__).parse_args()
     train = load_cifar(args.data, "train")
     images, labels = train.images.to(args.device), train.labels.to(args.device)
     loader = DeviceLoader(images[:-HELD_OUT], labels[:-HELD_OUT], 64)
@@ -78,8 +71,7 @@ def main() -> None:
             }
         )
         print(f"invert {invert}: {errors}, relative to {source}: mean {mean:.3f}", flush=True)
-    path = measure.RESULTS / f"prior_shift.{args.network}.json"
-    path.write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
+    measure.keep(f"prior_shift.{args.network}", records)
 
 
 @torch.no_grad()

@@ -10,10 +10,6 @@ batches. No test image and no corruption is looked at.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-
 import measure
 import torch
 import torch.nn.functional as F
@@ -31,11 +27,7 @@ MEMORIES = {"balanced": {"memory": "balanced"}, "pool": {"memory": "pool"}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--network", default="wrn40_2-cifar10")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    args = parser.parse_args()
+    args = measure.source_data_parser(__doc__).parse_args()
     train = load_cifar(args.data, "train")
     labels = train.labels[-FRAMES:]
     domains = simulated(train.images[-FRAMES:].float() / 255)
@@ -63,8 +55,7 @@ def main() -> None:
                 }
             )
             print(f"{order:16} {name:12} {mean:6.2f}", errors, flush=True)
-    path = measure.RESULTS / f"stream_memory.{args.network}.json"
-    path.write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
+    measure.keep(f"stream_memory.{args.network}", records)
 
 
 def simulated(x: Tensor) -> dict[str, Tensor]:

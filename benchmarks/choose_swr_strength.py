@@ -12,10 +12,8 @@ worst shift is the best; the means of that one and of a quarter of it are the sa
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import measure
@@ -36,10 +34,7 @@ SHIFTS = (0, 1, 2)  # seeds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--network", default="wrn40_2-cifar10")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser = measure.source_data_parser(__doc__)
     parser.add_argument("--images", type=int, default=10000)
     args = parser.parse_args()
     train = load_cifar(args.data, "train")
@@ -69,8 +64,7 @@ def main() -> None:
             }
         )
         print(f"{name:10} " + "  ".join(f"{e:.2f}" for e in errors) + f"  mean {mean:.2f}")
-    path = measure.RESULTS / f"swr_strength.{args.network}.json"
-    path.write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
+    measure.keep(f"swr_strength.{args.network}", records)
 
 
 def _error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import gc
@@ -107,9 +108,23 @@ def write(name: str, device: str, records: Sequence[Record]) -> None:
     for r in records:
         values = f"{r['value']:10.4g}  {r['baseline']:10.4g}"
         print(f"{r['case']:{width}}  {values}  {r['ratio']:5.2f}  {r['unit']}")
+    keep(f"{name}.{device}", records)
+
+
+def keep(name: str, records: Sequence[Record]) -> None:
+    """Write records to results/NAME.json, one a line."""
     RESULTS.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(r) for r in records)
-    (RESULTS / f"{name}.{device}.json").write_text(f"[\n{lines}\n]\n")
+    (RESULTS / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+
+
+def source_data_parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments of scripts that choose something on source data."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("data", type=Path, help="a folder with CIFAR")
+    parser.add_argument("--network", default="wrn40_2-cifar10")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    return parser
 
 
 def device_name(device: str) -> str:

@@ -40,3 +40,18 @@ def small_network():
 @pytest.fixture
 def images():
     return torch.rand(10, 3, 12, 12)
+
+
+@pytest.fixture
+def folding_network():
+    """Its layer sees twice as many samples as the network."""
+
+    class Folding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.norm(x.repeat(2, 1, 1, 1)).mean((2, 3))[: len(x)]
+
+    return Folding()

@@ -13,7 +13,7 @@ from ttnorm.methods.swr import gradient_agreement
 from ttnorm.norms import NORMS, apply_norm_
 from ttnorm.surgery import alphas
 
-REMEMBERING = ("mixnorm", "ttn-stream", "ttn-pool")
+REMEMBERING = {"mixnorm", *(name for name, norm in NORMS.items() if norm.remembers)}
 PAIRS = list(itertools.product(METHODS, NORMS))
 GRADIENT = [name for name in METHODS if name != "none"]
 WINDOW, BATCH = 12, 4

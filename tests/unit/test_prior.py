@@ -259,14 +259,6 @@ def test_empty_loader(small_network):
         ttnorm.estimate_prior(small_network, [])
 
 
-def test_a_layer_that_folds_samples_together_is_refused():
-    class Folding(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm2d(3)
-
-        def forward(self, x):
-            return self.norm(x.repeat(2, 1, 1, 1)).mean((2, 3))[: len(x)]
-
+def test_a_layer_that_folds_samples_together_is_refused(folding_network):
     with pytest.raises(ValueError, match="'norm' saw 8 samples in a batch of 4"):
-        ttnorm.estimate_prior(Folding(), [(torch.rand(4, 3, 6, 6), torch.zeros(4).long())])
+        ttnorm.estimate_prior(folding_network, [(torch.rand(4, 3, 6, 6), torch.zeros(4).long())])

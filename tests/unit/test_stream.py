@@ -413,16 +413,8 @@ def test_a_network_without_test_time_normalization_is_refused(small_network):
         ttnorm.stream_(small_network)
 
 
-def test_a_layer_that_folds_samples_together_is_refused():
-    class Folding(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm2d(3)
-
-        def forward(self, x):
-            return self.norm(x.repeat(2, 1, 1, 1)).mean((2, 3))[: len(x)]
-
-    model = ttnorm.stream_(ttnorm.convert_(Folding(), 0.5), memory="pool")
+def test_a_layer_that_folds_samples_together_is_refused(folding_network):
+    model = ttnorm.stream_(ttnorm.convert_(folding_network, 0.5), memory="pool")
     with pytest.raises(ValueError, match="sees 8 samples in a batch of 4"):
         model(frames(4))
 
