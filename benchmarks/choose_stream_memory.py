@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import measure
 import torch
-import torch.nn.functional as F
+from simulated_domains import simulated
 from torch import Tensor, nn
 
 import ttnorm
@@ -56,19 +56,6 @@ def main() -> None:
             )
             print(f"{order:16} {name:12} {mean:6.2f}", errors, flush=True)
     measure.keep(f"stream_memory.{args.network}", records)
-
-
-def simulated(x: Tensor) -> dict[str, Tensor]:
-    """Domains that no test corruption is."""
-    small = F.pad(F.interpolate(x, scale_factor=0.5, mode="area"), (8, 8, 8, 8), mode="replicate")
-    return {
-        "clean": x,
-        "inverted": 1 - x,
-        "solarized": torch.where(x > 0.5, 1 - x, x),
-        "posterized": (3 * x).round() / 3,
-        "shrunk": small,
-        "dark": x.mean(1, keepdim=True).expand_as(x) ** 2.5,
-    }
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ ACROSS = 32  # of them side by side in a reduction, at most, where channels are
 MAP_ACROSS = 256  # and in a pass that writes
 PROGRAMS = 528  # that share a reduction, roughly: four for each of an H200's processors
 WHOLE = 4096  # values of one channel and group that a program may hold
+AGAIN = 16384  # and that it may read twice, while they are in the cache
 PART = 16384  # pixels of one channel and sample that are not divided among programs
 MOST_SLABS = 512  # of a group: what the merging program can hold
 WARPS = 4
@@ -93,6 +94,21 @@ class Cut:
     @cached_property
     def whole_grid(self) -> tuple[int]:
         return (_cdiv(self.groups * self.channels, self.whole_tile["BLOCK_K"]),)
+
+    @cached_property
+    def again(self) -> bool:
+        """Whether one program a channel and group, reading twice, is enough to fill the GPU."""
+        small = not self.interleaved and self.group_size * self.pixels <= AGAIN
+        return small and not self.by_rows and self.groups * self.channels >= PROGRAMS
+
+    def again_tile(self, bytes_a_value: int) -> dict[str, int]:
+        """Samples x pixels of one channel; of 16-bit values half as many are enough on their way.
+
+        Args:
+            bytes_a_value: what a value of the batch takes.
+        """
+        rows = max(1, self.reduce_tile["BLOCK_N"] // (2 if bytes_a_value < 4 else 1))
+        return self.reduce_tile | {"BLOCK_N": rows}
 
     @cached_property
     def by_rows(self) -> bool:

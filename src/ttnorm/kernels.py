@@ -2,8 +2,9 @@
 
 Forward: the moments of slabs, merged to those of groups, then mixing and normalising in one pass:
 two reads and one write of x in all, or a single read where a program can hold what shares its
-moments. Backward: in slabs as well. Batches on CUDA take them; TTNORM_KERNELS=eager in the
-environment switches them off, and with them the recording of steps as CUDA graphs.
+moments, or a single launch where the second read finds it in the cache. Backward: in slabs as
+well. Batches on CUDA take them; TTNORM_KERNELS=eager in the environment switches them off, and with
+them the recording of steps as CUDA graphs.
 
 Moments may also be given instead of computed, for statistics that come from elsewhere.
 """
@@ -123,6 +124,12 @@ def forward(
             *tensors, eps, g.samples, g.channels, g.across, g.group_size, **g.whole_tile, **options
         )
         return y, mean, var
+    if given is None and g.again:
+        _forward_code().forward_again[g.groups * g.channels,](
+            *tensors, eps, g.samples, g.channels, g.across, g.group_size,
+            STAGES=STAGES, **g.again_tile(x.element_size()), **options, num_warps=cutting.WARPS,
+        )  # fmt: skip
+        return y, mean, var
     if given is None:
         _moments(x, g, mean, var)
     if g.interleaved:
@@ -160,35 +167,60 @@ def backward(
     grad = grad.to(x.dtype).contiguous(memory_format=memory_format(x))
     per_channel = [t.contiguous() for t in (alpha, source_mean, source_var)]
     mixed = (batch_mean, batch_var, *per_channel)
+    weight = None if weight is None else weight.contiguous()
+    sums = x.new_empty((3, g.groups, g.channels), dtype=torch.float32)
+    options: dict[str, Any] = {"AFFINE": weight is not None, "CROSS_TERM": cross_term,
+                               "GIVEN": given, "num_warps": cutting.WARPS}  # fmt: skip
+    if g.again:
+        grad_x = torch.empty_like(x) if needs_input else None
+        _backward_code().backward_again[g.groups * g.channels,](
+            grad, x, grad_x, *mixed, weight, sums, eps, g.samples, g.channels, g.across,
+            g.group_size, g.groups, INPUT=needs_input, STAGES=STAGES,
+            **g.again_tile(x.element_size()), **options,
+        )  # fmt: skip
+    else:
+        coefficients = _gradients_of_slabs(grad, x, g, mixed, weight, sums, eps, options)
+        grad_x = _input_gradient(grad, x, coefficients, g) if needs_input else None
+    grad_weight, grad_bias, grad_alpha = sums.sum(1) if g.groups > 1 else sums[:, 0]
+    return grad_x, grad_weight, grad_bias, grad_alpha
+
+
+def _gradients_of_slabs(
+    grad: Tensor,
+    x: Tensor,
+    g: Cut,
+    mixed: tuple[Tensor, ...],
+    weight: Tensor | None,
+    sums: Tensor,
+    eps: float,
+    options: dict[str, Any],
+) -> Tensor:
+    """Fills `sums` with the gradients of weight, bias and alpha; the rest is x's, as a map."""
     total, centred = (x.new_empty((g.groups * g.slabs, g.channels), dtype=torch.float32)
                       for _ in range(2))  # fmt: skip
     sizes = (g.units, g.units_in_all, g.slabs)
-    options: dict[str, Any] = {"CROSS_TERM": cross_term, "num_warps": cutting.WARPS}
+    here: dict[str, Any] = {"STAGES": STAGES, "CROSS_TERM": options["CROSS_TERM"],
+                            "num_warps": cutting.WARPS}  # fmt: skip
     if g.interleaved:
         _backward_code().slab_gradients_interleaved[g.reduce_grid](
-            grad, x, total, centred, *mixed, g.across, *sizes, STAGES=STAGES, **g.reduce_tile,
-            **options,
-        )  # fmt: skip
+            grad, x, total, centred, *mixed, g.across, *sizes, **g.reduce_tile, **here
+        )
     elif g.by_rows:
         _backward_code().row_gradients[g.reduce_grid](
             grad, x, total, centred, *mixed, g.rows, g.channels, g.group_size, g.part_across,
-            STAGES=STAGES, **g.reduce_tile, **options,
+            **g.reduce_tile, **here,
         )  # fmt: skip
     else:
         _backward_code().slab_gradients_rows[g.reduce_grid](
             grad, x, total, centred, *mixed, g.channels, g.part_across, g.parts, *sizes,
-            STAGES=STAGES, **g.reduce_tile, **options,
+            **g.reduce_tile, **here,
         )  # fmt: skip
     coefficients = x.new_empty((4, g.groups, g.channels), dtype=torch.float32)
-    sums = x.new_empty((3, g.groups, g.channels), dtype=torch.float32)
     _backward_code().merge_gradients[g.merge_grid](
-        total, centred, *mixed, None if weight is None else weight.contiguous(), coefficients, sums,
-        eps, g.channels, g.groups, g.units, g.units_in_all, g.tile_units, g.slabs, g.per_unit,
-        AFFINE=weight is not None, GIVEN=given, **g.merge_tile, **options,
+        total, centred, *mixed, weight, coefficients, sums, eps, g.channels, g.groups, g.units,
+        g.units_in_all, g.tile_units, g.slabs, g.per_unit, **g.merge_tile, **options,
     )  # fmt: skip
-    grad_x = _input_gradient(grad, x, coefficients, g) if needs_input else None
-    grad_weight, grad_bias, grad_alpha = sums.sum(1) if g.groups > 1 else sums[:, 0]
-    return grad_x, grad_weight, grad_bias, grad_alpha
+    return coefficients
 
 
 def _moments(x: Tensor, g: Cut, mean: Tensor, var: Tensor) -> None:

@@ -134,17 +134,11 @@ def row_moments(
 
 
 @triton.jit
-def slab_moments_rows(
-    x_ptr, mean_ptr, m2_ptr, C, L_over_vec, K, units, units_in_all, P,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, FINAL: tl.constexpr, VEC: tl.constexpr,
-    STAGES: tl.constexpr,
+def moments_in_rows(
+    x_ptr, channel, group, slab, C, L, K, units, here, P,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations of one channel in one slab (the variance, if FINAL)."""
-    L = L_over_vec * VEC
-    pid = tl.program_id(0)
-    channel, slab = pid % C, pid // C
-    group, slab = slab // P, slab % P
-    here = units_of_group(group, units, units_in_all)
+    """Mean and sum of squared deviations of one channel in one slab, and of how many values."""
     row = slab * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     pixel = tl.arange(0, BLOCK_S)[None, :]
 
@@ -169,6 +163,24 @@ def slab_moments_rows(
     mean, m2 = merge_lanes(count, pivot, total, squares, tl.maximum(in_row, 1.0), 1)
     values = tl.maximum(units_of_slab(slab, here, BLOCK_N, P) * L, 1).to(tl.float32)
     mean, m2 = merge_lanes(in_row, mean, tl.zeros((BLOCK_N, 1), tl.float32), m2, values, 0)
+    return mean, m2, values
+
+
+@triton.jit
+def slab_moments_rows(
+    x_ptr, mean_ptr, m2_ptr, C, L_over_vec, K, units, units_in_all, P,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, FINAL: tl.constexpr, VEC: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Mean and sum of squared deviations of one channel in one slab (the variance, if FINAL)."""
+    L = L_over_vec * VEC
+    pid = tl.program_id(0)
+    channel, slab = pid % C, pid // C
+    group, slab = slab // P, slab % P
+    here = units_of_group(group, units, units_in_all)
+    mean, m2, values = moments_in_rows(
+        x_ptr, channel, group, slab, C, L, K, units, here, P, BLOCK_N, BLOCK_S, STAGES
+    )
     at = (group * P + slab) * C + channel + tl.zeros((1, 1), tl.int32)
     tl.store(mean_ptr + at, mean)
     tl.store(m2_ptr + at, m2 / values if FINAL else m2)
@@ -277,6 +289,47 @@ def forward_whole(
     if RELU:
         y = tl.where(y < 0, 0.0, y)  # and NaN stays NaN, as in torch
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def forward_again(
+    x_ptr, y_ptr, mean_ptr, var_ptr, alpha_ptr, source_mean_ptr, source_var_ptr, weight_ptr,
+    bias_ptr, residual_ptr, eps, samples, C, S_over_vec, B,
+    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Both passes over one channel of a group: what is read again is still in the cache."""
+    S = S_over_vec * VEC  # so that the compiler knows what divides it
+    channel, group = tl.program_id(0) % C, tl.program_id(0) // C
+    here = units_of_group(group, B, samples)
+    mean, m2, values = moments_in_rows(
+        x_ptr, channel, group, 0, C, S, 1, B, here, 1, BLOCK_N, BLOCK_S, STAGES
+    )
+    at = tl.program_id(0) + tl.zeros((1, 1), tl.int32)
+    tl.store(mean_ptr + at, mean)
+    tl.store(var_ptr + at, m2 / values)
+    channels = channel + tl.zeros((1, 1), tl.int32)
+    mean, var = mix_values(
+        channels, channels < C, mean, m2 / values, alpha_ptr, source_mean_ptr, source_var_ptr,
+        CROSS_TERM,
+    )  # fmt: skip
+    scale, bias = 1 / tl.sqrt(var + eps), tl.zeros((1, 1), tl.float32)
+    if AFFINE:
+        scale *= tl.load(weight_ptr + channels).to(tl.float32)
+        bias = tl.load(bias_ptr + channels).to(tl.float32)
+    row, pixel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_S)[None, :]
+    across = tl.cdiv(S, BLOCK_S)
+    for tile in tl.range(0, tl.cdiv(here, BLOCK_N) * across, num_stages=STAGES):
+        n, s = row + tile // across * BLOCK_N, tile % across * BLOCK_S + pixel
+        inside = (n < here) & (s < S)
+        place = ((group * B + n) * C + channel) * S + s
+        x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        y = (x - mean) * scale + bias
+        if RESIDUAL:
+            y += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if RELU:
+            y = tl.where(y < 0, 0.0, y)  # and NaN stays NaN, as in torch
+        tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -89,6 +89,7 @@ SHAPES = [
     (6, 20, 50),
     (3, 8, 4, 9, 9),
     (33, 16, 32, 32),
+    (40, 600, 14, 14),
 ]
 
 
@@ -254,3 +255,29 @@ def test_a_recorded_window_does_what_the_plain_one_does(make, monkeypatch):
         assert torch.allclose(ours, theirs, atol=1e-4, equal_nan=True)
     for name in ("parameters", "exp_avg", "gradient"):
         assert torch.allclose(recorded[2][name], plain[2][name], atol=1e-4)
+
+
+@pytest.mark.parametrize("memory", ["pool", "balanced"])
+def test_a_recorded_stream_does_what_the_plain_one_does(memory):
+    g = torch.Generator().manual_seed(0)
+    x = torch.rand(12, 6, 3, 16, 16, generator=g).cuda()
+    x[8, 2] = float("nan")  # after the recording
+
+    def run(record):
+        model = ttnorm.stream_(ttnorm.convert_(_network().eval(), 0.4), memory=memory, window=20)
+        with torch.no_grad(), ttnorm.streams(model, ["a", "a", "b", "c", "c", "c"]):
+            forward = capture.Repeated(model) if record else model
+            outputs = torch.stack([forward(batch).clone() for batch in x])
+        if record:
+            assert len(forward.recorded) == 1
+        return outputs, ttnorm.stream_state(model, "a"), ttnorm.health(model)
+
+    outputs, state, health = run(True)
+    plain_outputs, plain_state, plain_health = run(False)
+    assert torch.allclose(outputs, plain_outputs, atol=1e-5, equal_nan=True)
+    for name, values in state.items():
+        assert torch.allclose(values, plain_state[name], atol=1e-5)
+    assert {one: (h.frames, h.rejected) for one, h in health.items()} == {
+        "a": (24, 0), "b": (11, 1), "c": (36, 0)
+    }  # fmt: skip
+    assert health.keys() == plain_health.keys()

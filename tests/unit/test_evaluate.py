@@ -238,12 +238,14 @@ def agreement(model):
 
 def test_a_record_says_how_a_method_was_set(network, tmp_path):
     path = tmp_path / "r.jsonl"
-    jobs = [Job(norm="tbn", method="tent", scenario=s, batch_size=16) for s in ("single", "mixed")]
+    cells = [("tbn", "single"), ("tbn", "mixed"), ("ttn", "single")]
+    jobs = [Job(norm=n, method="tent", scenario=s, batch_size=16) for n, s in cells]
     evaluate(network, small_network.domains(), jobs, RecordFile(path))
-    settings = {r["scenario"]: r["config"]["method"] for r in read_records([path])}
+    settings = {(r["norm"], r["scenario"]): r["config"]["method"] for r in read_records([path])}
     assert settings == {
-        "single": {"lr": 1e-3, "window": 200},
-        "mixed": {"lr": 1e-4, "window": 200},
+        ("tbn", "single"): {"lr": 1e-3, "window": 200},
+        ("tbn", "mixed"): {"lr": 1e-4, "window": 200},
+        ("ttn", "single"): {"lr": 5e-5, "window": 200},
     }
 
 

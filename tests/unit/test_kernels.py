@@ -64,15 +64,19 @@ def close(found, expected, tolerance=1e-5):
     assert ((found - expected).abs().max() / scale).item() < tolerance
 
 
-# channels last, and how many values a program holds: 0 for slabs everywhere
-WAYS = [(False, 0), (False, 2048), (True, 0)]
+# channels last, and what a program does at once: slabs, whole channels, or both passes over them
+SLABS = {"WHOLE": 0, "AGAIN": 0}
+WHOLE = {"WHOLE": 2048}
+AGAIN = {"WHOLE": 0, "AGAIN": 2048, "PROGRAMS": 1}
+WAYS = [(False, SLABS), (False, WHOLE), (False, AGAIN), (True, SLABS)]
 LAYOUTS = [(shape, *way) for shape in SHAPES for way in WAYS if len(shape) > 3 or not way[0]]
 
 
-@pytest.mark.parametrize(("shape", "channels_last", "whole"), LAYOUTS)
+@pytest.mark.parametrize(("shape", "channels_last", "way"), LAYOUTS)
 @pytest.mark.parametrize("group_size", [None, 1, 2])
-def test_forward_and_backward(shape, group_size, channels_last, whole, monkeypatch):
-    monkeypatch.setattr(cutting, "WHOLE", whole)
+def test_forward_and_backward(shape, group_size, channels_last, way, monkeypatch):
+    for name, size in way.items():
+        monkeypatch.setattr(cutting, name, size)
     x, *rest = problem(shape, channels_last)
     weight, _, alpha, mean, var = rest
     seed = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -156,9 +160,11 @@ def test_given_moments_are_constants(channels_last):
     close(grad, leaf.grad)
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("channels_last", "way"), WAYS)
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_relu_and_residual_in_the_same_pass(channels_last, with_residual):
+def test_relu_and_residual_in_the_same_pass(channels_last, way, with_residual, monkeypatch):
+    for name, size in way.items():
+        monkeypatch.setattr(cutting, name, size)
     x, *rest = problem((5, 3, 4, 5), channels_last)
     residual = torch.randn(x.shape) if with_residual else None
     found, *_ = kernels.forward(x, *rest, 1e-5, 2, True, residual=residual, relu=True)
@@ -268,9 +274,10 @@ from triton.compiler import ASTSource
 from ttnorm import triton_backward, triton_forward
 
 constants = dict(FINAL=False, AFFINE=True, CROSS_TERM=True, GIVEN=False, RESIDUAL=True,
-                 RELU=True, VEC=4, STAGES=3, BLOCK_K=2, BLOCK_N=4,
+                 RELU=True, INPUT=True, VEC=4, STAGES=3, BLOCK_K=2, BLOCK_N=4,
                  BLOCK_S=256, BLOCK_M=32, BLOCK_C=32, BLOCK_P=64, BLOCK_R=4)
-HELPERS = ("mix", "mix_values", "units_of_group", "unit_in_rows", "units_of_slab", "merge_lanes")
+HELPERS = ("mix", "mix_values", "units_of_group", "unit_in_rows", "units_of_slab", "merge_lanes",
+           "moments_in_rows", "sums_in_rows", "group_gradients")
 data = ("x_ptr", "y_ptr", "grad_ptr", "out_ptr", "residual_ptr")
 for module in (triton_forward, triton_backward):
     for name, kernel in vars(module).items():
@@ -292,4 +299,4 @@ for module in (triton_forward, triton_backward):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 13
+    assert len(result.stdout.splitlines()) == 15

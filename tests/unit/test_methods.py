@@ -157,7 +157,7 @@ def test_ttn_online(batch_size):
 def test_ttn_online_updates_after_every_batch_with_the_papers_rate():
     assert ttn_online(converted(), 16).room == 16
     for size, rate in RATES.items():
-        assert settings("single", size, 10) == {"lr": rate}
+        assert settings("single", size, 10, True) == {"lr": rate}
     assert settings("single", 190, 10) == {"lr": 1e-2}
 
 

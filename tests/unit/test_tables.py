@@ -94,6 +94,17 @@ def test_severities_networks_and_subsets_have_tables_of_their_own():
     ]
 
 
+def test_a_method_that_is_too_dear_for_all_images_says_how_many_it_had():
+    whole = [r | {"config": r["config"] | {"subset": 10000}} for r in RECORDS]
+    dear = all_domains(
+        "tbn", 200, 7, method="cotta", config=RECORDS[0]["config"] | {"subset": 1000}
+    )
+    ((title, _), together), *more = tables.split(whole + dear).items()
+    assert title == "cifar10-c"
+    assert not more
+    assert "COTTA (1,000 images)" in dict(table(together).rows)
+
+
 def test_two_records_of_one_cell_are_not_mixed_up():
     one, other = (
         [r | {"alpha": {"name": "net.ttn.safetensors", "fingerprint": f}} for r in RECORDS]

@@ -380,7 +380,8 @@ def _method_options(network: Network, data: Domains, job: Job) -> dict[str, Any]
     """The paper's settings of a method."""
     size = next(iter(data.images.values())).shape[-1]
     spec = method_named(job.method)
-    return spec.settings(job.scenario, job.batch_size, classes_of(network.model, size))
+    learned = norm_named(job.norm).alpha_file is not None
+    return spec.settings(job.scenario, job.batch_size, classes_of(network.model, size), learned)
 
 
 def _method_config(network: Network, data: Domains, job: Job) -> dict[str, Any]:

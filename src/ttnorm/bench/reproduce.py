@@ -167,4 +167,6 @@ def reproduce(names: Sequence[str], benches: Mapping[str, Bench], records: Path)
                 logger.info("%s: %s", name, part)
                 clean = experiment.scenarios == ("source",)
                 data = bench.clean if clean else bench.corrupted
+                if part.images is not None:
+                    data = data.subset(min(part.images, len(data.labels)))
                 evaluate(bench.network(part), data, part.jobs, file, experiment=name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.corruptions import CORRUPTIONS
 from . import paper
+from .experiments import DEAR
 from .records import Record, variant_of
 
 if TYPE_CHECKING:
@@ -105,12 +106,14 @@ def row_name(norm: str, method: str) -> str:
 def split(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
     """Records that belong into one table, by a title for it and the scenario.
 
-    A table has one data set, scenario, severity, network and number of images.
+    A table has one data set, scenario, severity, network and number of images, but for methods that
+    are too dear for all of them: see `experiments.DEAR`.
     """
     records = list(records)
+    whole = [r for r in records if not _is_dear(r)]
 
     def several(dataset: str, value: Callable[[Record], Any]) -> bool:
-        return len({value(r) for r in records if r["dataset"] == dataset}) > 1
+        return len({value(r) for r in whole or records if r["dataset"] == dataset}) > 1
 
     found: dict[tuple[str, str], list[Record]] = {}
     for r in records:
@@ -119,7 +122,7 @@ def split(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
             title.append(f"severity {r['severity']}")
         if several(r["dataset"], lambda x: x["model"]["name"]):
             title.append(r["model"]["name"])
-        if several(r["dataset"], lambda x: x["config"]["subset"]):
+        if several(r["dataset"], lambda x: x["config"]["subset"]) and not _is_dear(r):
             title.append(f"{r['config']['subset']} images")
         found.setdefault((", ".join(title), r["scenario"]), []).append(r)
     return found
@@ -141,7 +144,7 @@ def by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> 
             here = [r for r in chosen if (r["norm"], r["method"], r["batch_size"]) == key]
             theirs = paper.error(scenario, dataset, *key) if _as_in_the_paper(chosen) else None
             cells.append(_cell(here, domains, theirs))
-        rows.append((row_name(norm, method), [*cells, _average(cells)]))
+        rows.append((_row_title(norm, method, chosen), [*cells, _average(cells)]))
     title = f"{dataset}, {scenario}: error in %"
     columns = [*(f"B = {size}" for size in sizes), "average"]
     return Table(title, columns, rows, _note(chosen))
@@ -162,7 +165,7 @@ def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_s
     for norm, method in _rows(chosen):
         here = [r for r in chosen if (r["norm"], r["method"]) == (norm, method)]
         cells = [_cell([r for r in here if r["domain"] == d], {d}, None) for d in domains]
-        rows.append((row_name(norm, method), [*cells, _average(cells)]))
+        rows.append((_row_title(norm, method, chosen), [*cells, _average(cells)]))
     title = f"{dataset}, {scenario}, B = {batch_size}: error in %"
     columns = [d.replace("_", " ") for d in domains]
     return Table(title, [*columns, "average"], rows, _note(chosen))
@@ -298,6 +301,17 @@ def _rows(records: Sequence[Record]) -> list[tuple[str, str]]:
         return (method != "none", method, not known, order.index(norm) if known else norm)
 
     return sorted({(r["norm"], r["method"]) for r in records}, key=place)
+
+
+def _is_dear(record: Record) -> bool:
+    return record["config"]["subset"] == DEAR.get(record["method"])
+
+
+def _row_title(norm: str, method: str, records: Sequence[Record]) -> str:
+    """The row's name, with its number of images where other rows have more."""
+    images = max(r["config"]["subset"] for r in records)
+    own = [r["config"]["subset"] for r in records if (r["norm"], r["method"]) == (norm, method)]
+    return row_name(norm, method) + (f" ({own[0]:,} images)" if max(own) < images else "")
 
 
 def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) -> Cell:

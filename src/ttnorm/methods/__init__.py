@@ -36,7 +36,7 @@ class Method(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def _no_settings(scenario: str, batch_size: int, classes: int) -> dict[str, Any]:
+def _no_settings(scenario: str, batch_size: int, classes: int, learned: bool) -> dict[str, Any]:
     return {}
 
 
@@ -46,12 +46,13 @@ class MethodSpec:
 
     Args:
         make: called with the network, the batch size and options.
-        settings: from scenario, batch size and number of classes to the paper's options.
+        settings: from scenario, batch size, number of classes and whether alpha was learned to the
+            paper's options.
         needs_agreement: whether it takes `weights` from source images: see `swr`.
     """
 
     make: Callable[..., Method]
-    settings: Callable[[str, int, int], dict[str, Any]] = _no_settings
+    settings: Callable[[str, int, int, bool], dict[str, Any]] = _no_settings
     needs_agreement: bool = False
 
 

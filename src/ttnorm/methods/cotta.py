@@ -113,6 +113,6 @@ def cotta(
     return step
 
 
-def settings(scenario: str, batch_size: int, classes: int) -> dict[str, Any]:
+def settings(scenario: str, batch_size: int, classes: int, learned: bool) -> dict[str, Any]:
     """Its authors' for CIFAR-10, and for CIFAR-100."""
     return {"threshold": 0.92 if classes <= 10 else 0.72}

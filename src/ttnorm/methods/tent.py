@@ -7,7 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..surgery import ttn_layers
-from .step import AdaptationStep, FlatParameters, adam, batch_means, entropy, in_batches
+from .step import (
+    OVER_LEARNED_ALPHA,
+    AdaptationStep,
+    FlatParameters,
+    adam,
+    batch_means,
+    entropy,
+    in_batches,
+)
 
 
 def tent(
@@ -47,6 +55,7 @@ def affine_parameters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def settings(scenario: str, batch_size: int, classes: int) -> dict[str, Any]:
-    """What the TTN paper ran it with."""
-    return {"lr": 1e-4 if scenario in ("continual", "mixed", "mixed-pairs") else 1e-3}
+def settings(scenario: str, batch_size: int, classes: int, learned: bool) -> dict[str, Any]:
+    """What the TTN paper ran it with, but for the rate over a learned alpha."""
+    lr = 1e-4 if scenario in ("continual", "mixed", "mixed-pairs") else 1e-3
+    return {"lr": lr * OVER_LEARNED_ALPHA if learned else lr}

@@ -56,7 +56,7 @@ def ttn_online(
     )
 
 
-def settings(scenario: str, batch_size: int, classes: int) -> dict[str, Any]:
+def settings(scenario: str, batch_size: int, classes: int, learned: bool) -> dict[str, Any]:
     """The paper's learning rate for the nearest batch size that it lists."""
     nearest = min(RATES, key=lambda size: abs(math.log(size / batch_size)))
     return {"lr": RATES[nearest]}
