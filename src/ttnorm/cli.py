@@ -39,10 +39,20 @@ app.command("reproduce")(reproduce)
 
 Network = Annotated[
     str,
-    typer.Argument(help="A shipped network, a checkpoint, or MODULE:FUNCTION that returns one."),
+    typer.Argument(
+        help="A shipped network, resnet50, mobilenet_v2, efficientnet_lite0 or timm/NAME for "
+        "ImageNet, a checkpoint, or MODULE:FUNCTION that returns one."
+    ),
 ]
 Output = Annotated[Path, typer.Argument(help="The file to write.", dir_okay=False)]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU if there is one.")]
+Dataset = Annotated[str, typer.Option(help="What the folders hold: cifar or imagenet.")]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out files that cannot be used, and count them.")
+]
+Weights = Annotated[
+    Path | None, typer.Option(help="A file of weights, for a network that is not shipped.")
+]
 
 
 def main() -> None:
@@ -105,9 +115,17 @@ def post_train(
     network: Network,
     loader: Annotated[
         str,
-        typer.Argument(help="MODULE:FUNCTION that returns a loader of (x, y), or a CIFAR folder."),
+        typer.Argument(
+            help="MODULE:FUNCTION that returns a loader of (x, y), or a folder of source images."
+        ),
     ],
     output: Output,
+    dataset: Dataset = "cifar",
+    weights: Weights = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Of a folder's images; 200, and 64 of ImageNet's.")
+    ] = None,
+    skip_bad: SkipBad = False,
     loss: Annotated[
         str, typer.Option(help="MODULE:FUNCTION, called as loss(output, y); cross-entropy if none.")
     ] = "",
@@ -167,10 +185,12 @@ def post_train(
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     where = inputs.device(device, local_rank)
     with _ranks(where):
-        model = inputs.network(network, where)
+        model = inputs.network(network, where, weights)
         result = posttrain.post_train_(
             model,
-            inputs.loader(loader, where),
+            inputs.loader(
+                loader, where, dataset, network=network, batch_size=batch_size, skip_bad=skip_bad
+            ),
             config,
             loss=inputs.resolve(loss) if loss else None,
             mean=inputs.floats(mean),
@@ -185,8 +205,12 @@ def post_train(
 
 @app.command("corrupt")
 def corrupt(
-    data: Annotated[Path, typer.Argument(help="A folder with CIFAR-10 or CIFAR-100.")],
-    output: Annotated[Path, typer.Argument(help="The folder to write CIFAR-C files into.")],
+    data: Annotated[
+        Path,
+        typer.Argument(help="A folder with CIFAR-10, CIFAR-100, or ImageNet's classes."),
+    ],
+    output: Annotated[Path, typer.Argument(help="The folder to write npy files into.")],
+    dataset: Dataset = "cifar",
     severity: Annotated[list[int] | None, typer.Option(help="1 to 5; all five if none.")] = None,
     corruption: Annotated[list[str] | None, typer.Option(help="Which; all 15 if none.")] = None,
     textures: Annotated[
@@ -194,20 +218,22 @@ def corrupt(
     ] = None,
     seed: Annotated[int, typer.Option(help="Fixes everything that is random.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes; one per core if none.")] = None,
+    skip_bad: SkipBad = False,
 ) -> None:
     """Write the common corruptions of a test set in the layout of CIFAR-10-C and CIFAR-100-C.
 
-    Killed, it goes on where it was. The frost pictures are those of the PyPI package
-    imagecorruptions: pip download --no-deps imagecorruptions, and unzip it.
+    ImageNet's images are resized to 256 and cropped to 224 pixels, if they are not so already, and
+    take ImageNet-C's parameters. Killed, it goes on where it was. The frost pictures are those of
+    the PyPI package imagecorruptions: pip download --no-deps imagecorruptions, and unzip it.
     """
-    from .data import cifar, cifar_c, corruptions
+    from .data import corrupted, corruptions
 
     inputs.check_folder(output)
-    cifar_c.make_corrupted(
-        cifar.load_cifar(data, "test"),
+    corrupted.make_corrupted(
+        inputs.images(data, dataset, "test", skip_bad=skip_bad),
         output,
         corruptions=corruption or corruptions.CORRUPTIONS,
-        severities=severity or cifar_c.SEVERITIES,
+        severities=severity or corrupted.SEVERITIES,
         seed=seed,
         textures=textures,
         workers=workers,

@@ -7,12 +7,17 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .batches import Loader
+
+if TYPE_CHECKING:
+    from .data.images import Images
+
+DATASETS = {"cifar": 200, "imagenet": 64}  # and the paper's batch sizes for post-training
 
 
 def device(wanted: str | None, local_rank: int = 0) -> str:
@@ -50,18 +55,23 @@ def check_folder(path: Path) -> None:
         raise ValueError(f"{path} cannot be a folder to write to: {there} is in the way.")
 
 
-def network(spec: str, device: str = "cpu") -> nn.Module:
-    """A shipped network by name, one from a checkpoint file, or what MODULE:FUNCTION returns."""
-    from .models import zoo
+def network(spec: str, device: str = "cpu", weights: Path | None = None) -> nn.Module:
+    """A network by name, one from a checkpoint file, or what MODULE:FUNCTION returns."""
+    from .models import imagenet, zoo
 
+    if imagenet.is_named(spec):
+        return imagenet.load(spec, weights, device)
+    if weights is not None:
+        raise ValueError(f"--weights are for {', '.join(imagenet.NETWORKS)} and timm/NAME.")
     if spec in zoo.NETWORKS:
         return zoo.load(spec, device)
     if Path(spec).is_file():
         return zoo.load_checkpoint(spec, device)[0]
     if ":" not in spec:
+        names = (*zoo.NETWORKS, *imagenet.NETWORKS, "timm/NAME")
         raise ValueError(
-            f"{spec!r} is no network: expected {', '.join(zoo.NETWORKS)}, a checkpoint file that "
-            "is there, or MODULE:FUNCTION."
+            f"{spec!r} is no network: expected {', '.join(names)}, a checkpoint file that is "
+            "there, or MODULE:FUNCTION."
         )
     model = resolve(spec)()
     if not isinstance(model, nn.Module):
@@ -69,19 +79,41 @@ def network(spec: str, device: str = "cpu") -> nn.Module:
     return model.to(device)
 
 
-def loader(spec: str, device: str) -> Loader:
-    """What MODULE:FUNCTION returns, or batches of 200 from a folder with CIFAR."""
+def images(
+    folder: Path, dataset: str, split: str, *, network: str = "", skip_bad: bool = False
+) -> Images:
+    """The images of a folder: CIFAR's of that split, or ImageNet's as the network wants them."""
+    from .data import cifar, imagenet
+    from .models.imagenet import is_named, preprocessing_of
+
+    if dataset not in DATASETS:
+        raise ValueError(f"--dataset is {dataset!r}, expected {' or '.join(DATASETS)}.")
+    if dataset == "cifar":
+        return cifar.load_cifar(folder, split)
+    wanted = preprocessing_of(network) if is_named(network) else None
+    most = imagenet.MOST if split == "train" else None
+    return imagenet.load_imagenet(folder, wanted, most=most, skip_bad=skip_bad)
+
+
+def loader(
+    spec: str,
+    device: str,
+    dataset: str = "cifar",
+    *,
+    network: str = "",
+    batch_size: int | None = None,
+    skip_bad: bool = False,
+) -> Loader:
+    """What MODULE:FUNCTION returns, or batches of the source images in a folder."""
     if not Path(spec).is_dir():
         if ":" not in spec:
             raise ValueError(f"{spec!r} is no folder that is there, and no MODULE:FUNCTION.")
         return resolve(spec)()
-    from .data.cifar import load_cifar
     from .data.loader import DeviceLoader
 
-    train = load_cifar(spec, "train")
-    return DeviceLoader(
-        train.images.to(device), train.labels.to(device), min(200, len(train.labels))
-    )
+    train = images(Path(spec), dataset, "train", network=network, skip_bad=skip_bad)
+    size = batch_size or min(DATASETS[dataset], len(train.labels))
+    return DeviceLoader(train.images.to(device), train.labels.to(device), size)
 
 
 def resolve(spec: str) -> Callable[..., Any]:

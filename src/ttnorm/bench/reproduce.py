@@ -13,9 +13,10 @@ from pathlib import Path
 
 from torch import nn
 
-from ..data.cifar import Images, load_cifar
-from ..data.cifar_c import load_corrupted, make_corrupted
+from ..data.cifar import load_cifar
+from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.corruptions import CORRUPTIONS
+from ..data.images import Images
 from ..data.loader import DeviceLoader
 from ..methods import METHODS
 from ..methods.swr import gradient_agreement

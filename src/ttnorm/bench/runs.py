@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from ..data.cifar import load_cifar
-from ..data.cifar_c import load_corrupted
+from ..data.corrupted import load_corrupted
 from ..data.corruptions import CORRUPTIONS
 from ..models import zoo
 from ..progress import Progress

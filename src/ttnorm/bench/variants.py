@@ -18,8 +18,8 @@ from torch import Generator, Tensor, nn
 
 from .. import artefact
 from ..augment import DOMAIN_PARTS, Augment, domain_shift, prior_shift
-from ..data.cifar import Images
 from ..data.corruptions import CORRUPTIONS, corrupt
+from ..data.images import Images
 from ..data.loader import DeviceLoader
 from ..fitting import as_json
 from ..models import zoo
