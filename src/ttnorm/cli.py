@@ -245,11 +245,15 @@ def corrupt(
 def evaluate(
     records: Annotated[Path, typer.Argument(help="The JSONL file to add records to.")],
     network: Annotated[
-        str, typer.Option(help="A shipped network, a checkpoint, or MODULE:FUNCTION.")
+        str, typer.Option(help="A network by name, a checkpoint, or MODULE:FUNCTION.")
     ] = "wrn40_2-cifar10",
-    data: Annotated[Path | None, typer.Option(help="A folder with CIFAR-C npy files.")] = None,
+    weights: Weights = None,
+    dataset: Annotated[str, typer.Option(help="cifar-c or imagenet-c.")] = "cifar-c",
+    data: Annotated[
+        Path | None, typer.Option(help="A folder with CIFAR-C npy files, or with ImageNet-C.")
+    ] = None,
     clean: Annotated[
-        Path | None, typer.Option(help="A folder with CIFAR; for the scenario source.")
+        Path | None, typer.Option(help="A folder with the test set; for the scenario source.")
     ] = None,
     norm: Annotated[
         list[str] | None, typer.Option(help="source, tbn, ..., constant-0.3; all but constants.")
@@ -258,7 +262,7 @@ def evaluate(
         list[str] | None, typer.Option(help="none, tent, swr, cotta, ttn-online; none.")
     ] = None,
     source: Annotated[
-        Path | None, typer.Option(help="A folder with CIFAR to train on; for the method swr.")
+        Path | None, typer.Option(help="A folder of source images; for the method swr.")
     ] = None,
     scenario: Annotated[
         list[str] | None,
@@ -267,7 +271,9 @@ def evaluate(
             "dirichlet, source; single."
         ),
     ] = None,
-    batch_size: Annotated[list[int] | None, typer.Option(help="200, 64, 16, 4, 2, 1.")] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="200 (not ImageNet), 64, 16, 4, 2, 1.")
+    ] = None,
     corruption: Annotated[list[str] | None, typer.Option(help="Which; all 15 if none.")] = None,
     severity: Annotated[int, typer.Option(help="1 to 5.")] = 5,
     subset: Annotated[int | None, typer.Option(help="Only the first images of a domain.")] = None,
@@ -277,45 +283,67 @@ def evaluate(
         Path | None, typer.Option(help="Its alpha file fitted with dynamic batch sizes.")
     ] = None,
     sequential: Annotated[bool, typer.Option(help="Batch after batch, without groups.")] = False,
+    skip_bad: SkipBad = False,
     device: Device = None,
 ) -> None:
     """Score normalisations: every norm x method x scenario x batch size, one record per cell.
 
     Killed, it goes on where it was; cells on file are not run again. Options that take a list are
-    given several times: --norm tbn --norm ttn.
+    given several times: --norm tbn --norm ttn. Under torchrun (torchrun --nproc-per-node 8 -m
+    ttnorm evaluate ...) every process takes its share of the corruptions, or of the batch sizes
+    where corruptions follow on each other, and the records become one file.
     """
     from .bench import evaluate as bench
-    from .bench import records as files
     from .bench.runs import load_domains, network_under_test
+    from .bench.scenarios import SCENARIOS
+    from .bench.shards import share, shared_records
+    from .data.corruptions import CORRUPTIONS
     from .methods import METHODS
     from .methods.swr import gradient_agreement
     from .norms import NORMS
 
-    where = inputs.device(device)
+    kind = inputs.dataset_named(dataset)
+    where = inputs.device(device, int(os.environ.get("LOCAL_RANK", 0)))
     inputs.check_writable(records)
-    model = inputs.network(network, where)
-    agreement = None
-    if source is not None and any(METHODS[m].needs_agreement for m in method or () if m in METHODS):
-        agreement = gradient_agreement(model, inputs.loader(str(source), where))
-    tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
-    file = files.RecordFile(records)
-    runs = []
-    for chosen in scenario or ["single"]:
-        jobs = [
-            bench.Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s)
-            for n in norm or NORMS
-            for m in method or ["none"]
-            for s in seed or [0]
-            for b in batch_size or [200, 64, 16, 4, 2, 1]
-        ]
-        is_clean = chosen == "source"
-        tests = load_domains(tested, clean if is_clean else data, is_clean, corruption, severity)
-        tests = tests if subset is None else tests.subset(subset)
-        bench.check(tested, tests, jobs)
-        runs.append((tests, jobs))
-    for tests, jobs in runs:
-        bench.evaluate(tested, tests.to(where), jobs, file, grouped=not sequential)
-    _print_tables(records)
+    with _ranks(where):
+        model = inputs.network(network, where, weights)
+        agreement = None
+        if source and any(METHODS[m].needs_agreement for m in method or () if m in METHODS):
+            examples = inputs.loader(str(source), where, kind, network=network, skip_bad=skip_bad)
+            agreement = gradient_agreement(model, examples)
+        tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
+        runs = []
+        for chosen in scenario or ["single"]:
+            jobs = [
+                bench.Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s)
+                for n in norm or NORMS
+                for m in method or ["none"]
+                for s in seed or [0]
+                for b in batch_size or inputs.BATCH_SIZES[kind]
+            ]
+            domains, is_clean = corruption or list(CORRUPTIONS), chosen == "source"
+            apart = not is_clean and chosen in SCENARIOS and SCENARIOS[chosen].apart
+            domains, jobs = (share(domains), jobs) if apart else (domains, share(jobs))
+            if not domains or not jobs:
+                continue  # more processes than there is to do
+            tests = load_domains(
+                tested,
+                kind,
+                clean if is_clean else data,
+                is_clean,
+                domains,
+                severity,
+                preprocessing=inputs.preprocessing(network),
+                skip_bad=skip_bad,
+            )
+            tests = tests if subset is None else tests.subset(subset)
+            bench.check(tested, tests, jobs)
+            runs.append((tests, jobs))
+        with shared_records(records) as file:
+            for tests, jobs in runs:
+                bench.evaluate(tested, tests.to(where), jobs, file, grouped=not sequential)
+        if rank() == 0:
+            _print_tables(records)
 
 
 @app.command("report")

@@ -15,9 +15,11 @@ from torch import nn
 from .batches import Loader
 
 if TYPE_CHECKING:
+    from .data.imagenet import Preprocessing
     from .data.images import Images
 
 DATASETS = {"cifar": 200, "imagenet": 64}  # and the paper's batch sizes for post-training
+BATCH_SIZES = {"cifar": (200, 64, 16, 4, 2, 1), "imagenet": (64, 16, 4, 2, 1)}  # of its tests
 
 
 def device(wanted: str | None, local_rank: int = 0) -> str:
@@ -79,20 +81,31 @@ def network(spec: str, device: str = "cpu", weights: Path | None = None) -> nn.M
     return model.to(device)
 
 
+def dataset_named(name: str) -> str:
+    """The data set asked for, whether its test set is to be clean or corrupted."""
+    kind = name.removesuffix("-c")
+    if kind not in DATASETS:
+        raise ValueError(f"--dataset is {name!r}, expected {' or '.join(DATASETS)}.")
+    return kind
+
+
+def preprocessing(network: str) -> Preprocessing | None:
+    """What images a network's weights want, for networks whose names say so."""
+    from .models.imagenet import is_named, preprocessing_of
+
+    return preprocessing_of(network) if is_named(network) else None
+
+
 def images(
     folder: Path, dataset: str, split: str, *, network: str = "", skip_bad: bool = False
 ) -> Images:
     """The images of a folder: CIFAR's of that split, or ImageNet's as the network wants them."""
     from .data import cifar, imagenet
-    from .models.imagenet import is_named, preprocessing_of
 
-    if dataset not in DATASETS:
-        raise ValueError(f"--dataset is {dataset!r}, expected {' or '.join(DATASETS)}.")
-    if dataset == "cifar":
+    if dataset_named(dataset) == "cifar":
         return cifar.load_cifar(folder, split)
-    wanted = preprocessing_of(network) if is_named(network) else None
     most = imagenet.MOST if split == "train" else None
-    return imagenet.load_imagenet(folder, wanted, most=most, skip_bad=skip_bad)
+    return imagenet.load_imagenet(folder, preprocessing(network), most=most, skip_bad=skip_bad)
 
 
 def loader(
@@ -112,7 +125,7 @@ def loader(
     from .data.loader import DeviceLoader
 
     train = images(Path(spec), dataset, "train", network=network, skip_bad=skip_bad)
-    size = batch_size or min(DATASETS[dataset], len(train.labels))
+    size = batch_size or min(DATASETS[dataset_named(dataset)], len(train.labels))
     return DeviceLoader(train.images.to(device), train.labels.to(device), size)
 
 

@@ -173,7 +173,7 @@ def test_the_network_is_not_changed(network, run):
 def test_a_network_in_train_mode_is_only_looked_at(network):
     network.model.train()
     before = {name: t.clone() for name, t in network.model.state_dict().items()}
-    assert bench.classes_of(network.model, 32) == 10
+    assert bench.classes_of(network.model, (32, 32)) == 10
     assert network.model.training
     after = network.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

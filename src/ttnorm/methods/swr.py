@@ -19,7 +19,16 @@ from ..batches import Loader, batches
 from ..mixnorm import MixNorm
 from ..reproducible import reproducible
 from ..surgery import device_of, ttn_layers
-from .step import AdaptationStep, FlatParameters, adam, batch_means, entropy, in_batches
+from .setting import Setting
+from .step import (
+    AdaptationStep,
+    FlatParameters,
+    batch_means,
+    entropy,
+    in_batches,
+    mean_over_pixels,
+    optimiser,
+)
 
 
 def swr(
@@ -28,6 +37,7 @@ def swr(
     *,
     weights: Mapping[str, float],
     lr: float = 1e-3,
+    momentum: float | None = None,
     stable: bool = False,
     entropy_weight: float = 0.2,
     diversity_weight: float = 0.25,
@@ -46,7 +56,8 @@ def swr(
         model: with its normalisation in place; it is changed.
         batch_size: samples that are normalised together.
         weights: w, by parameter: `gradient_agreement`.
-        lr: of Adam.
+        lr: of Adam, or of SGD.
+        momentum: of SGD; None is Adam.
         stable: for streams without end, in which theta must not walk away.
         entropy_weight, diversity_weight, strength: of the parts of the loss.
         window: samples between two updates.
@@ -64,7 +75,7 @@ def swr(
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
         output = in_batches(model, x, batch_size)
         certain = batch_means(entropy(output), batch_size).sum()
-        mean = batch_means(output.softmax(1), batch_size)
+        mean = batch_means(mean_over_pixels(output.softmax(1)), batch_size)
         diverse = -(mean * mean.clamp(min=1e-12).log()).sum()
         return output, entropy_weight * certain - diversity_weight * diverse
 
@@ -84,7 +95,7 @@ def swr(
         model,
         predict,
         flat,
-        adam(lr),
+        optimiser(lr, momentum),
         batch_size,
         window,
         pull=pull,
@@ -146,10 +157,15 @@ def gradient_agreement(
     return {name: ((s - low) / max(high - low, 1e-12)) ** 2 for name, s in scores.items()}
 
 
-def settings(scenario: str, batch_size: int, classes: int) -> dict[str, Any]:
+def settings(setting: Setting) -> dict[str, Any]:
     """What the TTN paper ran it with."""
-    if scenario in ("mixed", "mixed-pairs"):
+    if setting.task == "segmentation":
+        return {"lr": 1e-6, "strength": 500.0, "window": setting.batch_size}
+    if setting.task == "imagenet":
+        lr = 2.5e-4 if setting.batch_size >= 64 else 2.5e-6
+        return {"lr": lr, "momentum": 0.9, "window": 64}
+    if setting.scenario in ("mixed", "mixed-pairs"):
         return {"lr": 5e-5, "stable": True}
-    if scenario == "continual":
+    if setting.scenario == "continual":
         return {"lr": 1e-4, "stable": True}
     return {"lr": 1e-3, "stable": False}

@@ -1,0 +1,127 @@
+"""ImageNet on the command line: from folders of pictures to records, in one process and in two."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ttnorm.bench.records import read_records
+from ttnorm.bench.shards import merge
+
+USER_CODE = """
+    import torch
+    from torch import nn
+
+    def network():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 6, 8, stride=8),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(24, 1000),
+        )
+        for _ in range(20):
+            model(torch.rand(16, 3, 224, 224))
+        return model.eval()
+"""
+CORRUPTIONS = ("fog", "contrast", "pixelate")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Eight pictures to learn from, eight to test on and, of these, ImageNet-C."""
+    root = tmp_path_factory.mktemp("imagenet")
+    rng = np.random.default_rng(0)
+    names = [f"{label:04d}/{number}.JPEG" for label in (3, 500, 998) for number in range(3)][:8]
+    sets = {"source": 250, "test": 200, **{f"c/{c}/5": 250 - 40 * i for i, c in
+                                          enumerate(CORRUPTIONS)}}  # fmt: skip
+    for where, bright in sets.items():
+        for name in names:
+            path = root / where / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, bright, (7, 7, 3), dtype=np.uint8)
+            Image.fromarray(pixels).resize((224, 224)).save(path)
+    (root / "mine.py").write_text(textwrap.dedent(USER_CODE))
+    return root
+
+
+def ttnorm(folder, line, processes=1):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    program = [sys.executable, *(torchrun if processes > 1 else []), "-m", "ttnorm"]
+    source = Path(__file__).parents[2] / "src"
+    result = subprocess.run(
+        [*program, *line.split(), "--device", "cpu"] if "corrupt" not in line
+        else [*program, *line.split()],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+EVALUATE = (
+    "evaluate {} --network mine:network --dataset imagenet-c --data c --norm source --norm tbn "
+    "--norm ttn --norm ttn-stream --method none --method tent --alpha a.ttn.safetensors "
+    "--batch-size 4 --batch-size 1 " + " ".join(f"--corruption {c}" for c in CORRUPTIONS)
+)
+
+
+@pytest.fixture(scope="module")
+def alpha(folder):
+    line = "post-train mine:network source a.ttn.safetensors --dataset imagenet --epochs 1"
+    assert "1 epochs" in ttnorm(folder, line)
+    return folder / "a.ttn.safetensors"
+
+
+def outcomes(path):
+    key = ("scenario", "domain", "norm", "method", "batch_size", "n", "data", "wrong")
+    return {tuple(str(r[k]) for k in key) for r in read_records([path])}
+
+
+def test_two_processes_have_the_records_of_one(folder, alpha):
+    for processes in (1, 2):
+        for scenario in ("single", "continual"):
+            line = f"{EVALUATE.format(f'{processes}.jsonl')} --scenario {scenario}"
+            ttnorm(folder, line, processes)
+    one, two = (outcomes(folder / f"{n}.jsonl") for n in (1, 2))
+    assert one == two
+    assert len(one) == len(read_records([folder / "2.jsonl"])) == 2 * 4 * 2 * 2 * 3
+    assert not list(folder.glob("2.jsonl.*"))
+    tent = next(r for r in read_records([folder / "1.jsonl"]) if r["method"] == "tent")
+    assert tent["config"]["method"] == {"lr": 2.5e-4, "momentum": 0.9, "window": 64}
+
+
+def test_what_a_killed_process_left_is_not_lost(folder, alpha, tmp_path):
+    ttnorm(folder, f"{EVALUATE.format(tmp_path / 'r.jsonl')} --method none")
+    lines = (tmp_path / "r.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "r.jsonl").write_text("".join(lines[:3]))
+    (tmp_path / "r.jsonl.rank0").write_text("".join(lines[2:5]))
+    (tmp_path / "r.jsonl.rank1").write_text("".join(lines[5:7]) + lines[7][:30])
+    merge(tmp_path / "r.jsonl")
+    assert (tmp_path / "r.jsonl").read_text() == "".join(lines[:7])
+    assert [p.name for p in tmp_path.iterdir()] == ["r.jsonl"]
+
+
+def test_corruptions_that_were_made_here_are_scored_as_well(folder):
+    line = "corrupt test made --dataset imagenet --severity 5 --corruption contrast --workers 1"
+    assert "1 corruptions and labels" in ttnorm(folder, line)
+    line = "evaluate m.jsonl --network mine:network --dataset imagenet-c --data made --clean test "
+    line += "--norm tbn --corruption contrast --scenario single --scenario source"
+    assert "imagenet-c, single" in ttnorm(folder, line)
+    records = read_records([folder / "m.jsonl"])
+    assert [r["batch_size"] for r in records] == [64, 16, 4, 2, 1] * 2
+    assert {(r["dataset"], r["domain"]) for r in records} == {
+        ("imagenet-c", "contrast"),
+        ("imagenet", "clean"),
+    }
