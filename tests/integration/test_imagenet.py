@@ -8,10 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
+import torch
 from PIL import Image
 
+from ttnorm.bench import paper, tables
+from ttnorm.bench.experiments import EXPERIMENTS
+from ttnorm.bench.imagenet import ImageNetBench
 from ttnorm.bench.records import read_records
+from ttnorm.bench.reproduce import reproduce
 from ttnorm.bench.shards import merge
+from ttnorm.bench.subject import Scale
 
 USER_CODE = """
     import torch
@@ -125,3 +132,29 @@ def test_corruptions_that_were_made_here_are_scored_as_well(folder):
         ("imagenet-c", "contrast"),
         ("imagenet", "clean"),
     }
+
+
+def test_the_papers_table_is_run_once(folder, tmp_path):
+    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "w.pth")
+    scale = Scale(("contrast", "pixelate"), images=6, train=8, epochs=1, seeds=2, batch_sizes=(4,))
+    places = (tmp_path / "work", tmp_path / "alphas", None, "cpu", scale)
+    bench = ImageNetBench("timm/test_resnet", tmp_path / "w.pth", folder, *places)
+    for _ in range(2):
+        reproduce(["table13"], {"any": bench}, tmp_path / "records")
+    records = read_records([tmp_path / "records"])
+    rows = EXPERIMENTS["table13"].rows
+    assert {(r["norm"], r["method"]) for r in records} == set(rows)
+    repeated = ("ttn", "none"), ("ttn-stream", "none")
+    assert len(records) == 2 * (len(rows) + len(repeated))
+    assert {r["dataset"] for r in records} == {"imagenet-c"}
+    (table,) = tables.of_experiment(EXPERIMENTS["table13"], records)
+    assert all(cell.ours is not None for _, cells in table.rows for cell in cells)
+    # the weights of SWR are kept, and so are the records that name them
+    bench = ImageNetBench("timm/test_resnet", tmp_path / "w.pth", folder, *places)
+    reproduce(["table13"], {"any": bench}, tmp_path / "records")
+    assert read_records([tmp_path / "records"]) == records
+
+
+def test_the_papers_numbers_are_beside_ours():
+    assert paper.error("single", "imagenet-c", "ttn", "none", 64) == 72.21
+    assert paper.error("single", "imagenet-c", "ttn", "none", 200) is None
