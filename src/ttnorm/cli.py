@@ -110,6 +110,40 @@ def train_source(
     )
 
 
+@app.command("train-segmentation")
+def train_segmentation(
+    data: Annotated[Path, typer.Argument(help="A folder with CamVid.")],
+    output: Output,
+    encoder: Annotated[str, typer.Option(help="mobilenet_v2 or resnet50.")] = "mobilenet_v2",
+    weights: Annotated[
+        Path | None, typer.Option(help="A file of the encoder's ImageNet weights.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the frames.")] = 80,
+    batch_size: Annotated[int, typer.Option(help="Frames a step.")] = 8,
+    lr: Annotated[float, typer.Option(help="Step size of AdamW.")] = 5e-4,
+    seed: Annotated[int, typer.Option(help="Fixes everything that is random.")] = 0,
+    skip_bad: SkipBad = False,
+    device: Device = None,
+) -> None:
+    """Train DeepLabV3+ on CamVid's day: every sequence of train and val but 0001TP, the dusk."""
+    from .bench.camvid import source_frames
+    from .data.label_maps import CAMVID_CLASSES
+    from .models import segmentation
+    from .models import train_segmentation as training
+
+    config = training.SegmentationConfig(epochs=epochs, batch_size=batch_size, lr=lr, seed=seed)
+    device = inputs.device(device)
+    inputs.check_writable(output)
+    frames = source_frames(data, skip_bad=skip_bad)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = segmentation.with_encoder_weights(encoder, len(CAMVID_CLASSES), weights)
+    history = training.train_segmentation(model, frames, config, device)
+    facts = {"device": inputs.device_name(device), "torch": torch.__version__}
+    segmentation.save_checkpoint(model, output, config, history, **facts)
+    console.print(f"{output}: {len(frames.labels)} frames, last epoch {_row(history)}")
+
+
 @app.command("post-train")
 def post_train(
     network: Network,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .artefact import read_safetensors
 from .batches import Loader
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def check_folder(path: Path) -> None:
 
 def network(spec: str, device: str = "cpu", weights: Path | None = None) -> nn.Module:
     """A network by name, one from a checkpoint file, or what MODULE:FUNCTION returns."""
-    from .models import imagenet, zoo
+    from .models import imagenet, segmentation, zoo
 
     if imagenet.is_named(spec):
         return imagenet.load(spec, weights, device)
@@ -68,6 +69,8 @@ def network(spec: str, device: str = "cpu", weights: Path | None = None) -> nn.M
     if spec in zoo.NETWORKS:
         return zoo.load(spec, device)
     if Path(spec).is_file():
+        if "segmentation_classes" in read_safetensors(spec)[1]:
+            return segmentation.load_checkpoint(spec, device)
         return zoo.load_checkpoint(spec, device)[0]
     if ":" not in spec:
         names = (*zoo.NETWORKS, *imagenet.NETWORKS, "timm/NAME")

@@ -14,7 +14,7 @@ from . import cli_inputs as inputs
 def reproduce(
     names: Annotated[
         list[str],
-        typer.Argument(help="table1 to table14 but 6, figure1, figure4, figure5, or all."),
+        typer.Argument(help="table1 to table14, figure1, figure4, figure5, or all."),
     ],
     records: Annotated[
         Path, typer.Option(help="The folder of records to add to, and of alpha files.")
@@ -29,6 +29,13 @@ def reproduce(
     network: Annotated[
         list[str] | None,
         typer.Option(help="For ImageNet: NAME, or NAME=FILE with its weights; resnet50 if none."),
+    ] = None,
+    camvid: Annotated[Path | None, typer.Option(help="A folder with CamVid.")] = None,
+    camvid_network: Annotated[
+        Path | None, typer.Option(help="What ttnorm train-segmentation wrote, for --camvid.")
+    ] = None,
+    pictures: Annotated[
+        Path | None, typer.Option(help="A folder for pictures of CamVid's dusk and fog.")
     ] = None,
     textures: Annotated[
         Path | None, typer.Option(help="The folder with frost1.png to frost5.jpg.")
@@ -54,7 +61,8 @@ def reproduce(
     """
     import dataclasses
 
-    from .bench import subject, tables
+    from .bench import figures, subject, tables
+    from .bench.camvid import CamvidBench
     from .bench.cifar import CifarBench
     from .bench.experiments import experiments_named
     from .bench.imagenet import ImageNetBench
@@ -68,9 +76,10 @@ def reproduce(
         small, large = subject.QUICK, subject.QUICK_LARGE
     if seeds is not None:
         small, large = (dataclasses.replace(scale, seeds=seeds) for scale in (small, large))
-    if cifar10 is None and cifar100 is None and imagenet is None:
+    if not any((cifar10, cifar100, imagenet, camvid)):
         raise ValueError(
-            "Without --cifar10, --cifar100 or --imagenet, a folder with it, nothing can be run."
+            "Without --cifar10, --cifar100, --imagenet or --camvid, a folder with it, nothing can "
+            "be run."
         )
     if quick:
         work = work / "quick"
@@ -91,7 +100,16 @@ def reproduce(
             benches[name] = ImageNetBench(
                 name, weights, imagenet, *places, large, skip_bad=skip_bad
             )
+    if camvid is not None:
+        if camvid_network is None:
+            raise ValueError("--camvid needs --camvid-network: run ttnorm train-segmentation.")
+        benches["camvid"] = CamvidBench(camvid_network, camvid, *places, large, skip_bad=skip_bad)
     run(list(chosen), benches, records)
+    scenes = benches.get("camvid")
+    if pictures is not None and isinstance(scenes, CamvidBench):
+        pictures.mkdir(parents=True, exist_ok=True)
+        for domain in ("dusk", "fog"):
+            figures.save(scenes.picture(domain), pictures / f"camvid-{domain}.png")
     console = Console()
     everything = read_records([records])
     for experiment in chosen.values():

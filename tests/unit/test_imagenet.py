@@ -136,15 +136,15 @@ class TestErrors:
 def test_corruptions_of_larger_images_take_imagenets_parameters(tmp_path):
     for number in range(3):
         picture(tmp_path / f"val/{number + 800:04d}/a.png", (48, 48))
-    clean = load_imagenet(tmp_path / "val", Preprocessing(resize=48, crop=48))
+    clean = load_imagenet(tmp_path / "val", Preprocessing(resize=(48, 48), crop=48))
     options = {"corruptions": ["contrast"], "workers": 1}
     make_corrupted(clean, tmp_path / "c", severities=[5], **options)
-    loaded = load_corrupted(tmp_path / "c", "contrast", 5, size=48, classes=1000)
+    loaded = load_corrupted(tmp_path / "c", "contrast", 5, size=(48, 48), classes=1000)
     pixels = clean.images.permute(0, 2, 3, 1).numpy()
     assert np.array_equal(loaded.images.permute(0, 2, 3, 1), corrupt(pixels, "contrast", 5))
     assert loaded.labels.tolist() == [800, 801, 802]
     make_corrupted(clean, tmp_path / "c", severities=[1], **options)  # and 5 stays
-    again = load_corrupted(tmp_path / "c", "contrast", 5, size=48, classes=1000)
+    again = load_corrupted(tmp_path / "c", "contrast", 5, size=(48, 48), classes=1000)
     assert torch.equal(again.images, loaded.images)
 
 

@@ -68,6 +68,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         rows=(("source", "none"), ("tbn", "none"), ("ttn", "none")),
         scenarios=("class-sorted",),
     ),
+    "table6": Experiment(
+        title="segmentation",
+        rows=(("source", "none"), ("tbn", "none"), ("ttn", "none"), *METHODS),
+        datasets=("camvid",),
+        batch_sizes=(2, 4, 8),  # 4 and 8 are in a table of the appendix
+    ),
     "table7": Experiment(
         title="components",
         variants=(
@@ -149,7 +155,7 @@ class Part:
     """Jobs that are run with the same alpha.
 
     Args:
-        dataset: "cifar10", "cifar100" or "imagenet".
+        dataset: "cifar10", "cifar100", "imagenet" or "camvid".
         variant: of post-training, or None where no job needs an alpha file.
         seed: of that post-training.
         jobs: what is run.

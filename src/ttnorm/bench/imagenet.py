@@ -108,7 +108,7 @@ class ImageNetBench:
         options = {"corruptions": names, "severities": (SEVERITY,), "textures": self.textures}
         make_corrupted(self._test, folder, **options)  # type: ignore[arg-type]
         images = {
-            name: load_corrupted(folder, name, SEVERITY, size=crop, classes=CLASSES).images
+            name: load_corrupted(folder, name, SEVERITY, size=(crop, crop), classes=CLASSES).images
             for name in names
         }
         return Domains("imagenet-c", SEVERITY, images, self._test.labels).to(self.device)

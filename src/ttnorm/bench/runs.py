@@ -80,9 +80,11 @@ def load_domains(
         loaded = load_imagenet_c(folder, corruptions, severity, **options)  # type: ignore[arg-type]
     else:
         progress = Progress("read", len(corruptions))
-        limit = {"size": size, "classes": 1000 if dataset == "imagenet" else 100}
-        names = progress.track(corruptions)
-        loaded = {c: load_corrupted(folder, c, severity, **limit) for c in names}
+        most = 1000 if dataset == "imagenet" else 100
+        loaded = {
+            c: load_corrupted(folder, c, severity, size=(size, size), classes=most)
+            for c in progress.track(corruptions)
+        }
         progress.close()
     labels = next(iter(loaded.values())).labels
     images = {c: x.images for c, x in loaded.items()}

@@ -33,7 +33,12 @@ LEAST_AT_ONCE = 32  # images: glass blur takes as long for one as for that many
 
 
 def load_corrupted(
-    folder: str | Path, corruption: str, severity: int, *, size: int = 32, classes: int = 100
+    folder: str | Path,
+    corruption: str,
+    severity: int,
+    *,
+    size: tuple[int, int] = (32, 32),
+    classes: int = 100,
 ) -> Images:
     """One corruption at one severity.
 
@@ -41,7 +46,7 @@ def load_corrupted(
         folder: see the head of this file.
         corruption: "gaussian_noise", ...
         severity: 1 to 5.
-        size: pixels of a side.
+        size: height and width.
         classes: that labels may be of, at most.
     """
     folder = Path(folder)
@@ -51,8 +56,8 @@ def load_corrupted(
         raise ValueError(f"{folder / 'labels.npy'} has shape {labels.shape}, expected (5 N,).")
     path = folder / f"{corruption}.npy"
     images = _npy(path)
-    if images.shape != (len(labels), size, size, 3):
-        expected = (len(labels), size, size, 3)
+    expected = (len(labels), *size, 3)
+    if images.shape != expected:
         raise ValueError(f"{path} has shape {images.shape}, expected {expected}.")
     rows = _rows(len(labels) // 5, severity)
     if not images[rows][::97].any():
