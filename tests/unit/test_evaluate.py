@@ -179,6 +179,18 @@ def test_a_network_in_train_mode_is_only_looked_at(network):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_network_is_asked_once_for_its_classes(network, monkeypatch):
+    assert network.classes((32, 32)) == 10
+    monkeypatch.setattr(bench, "classes_of", lambda *_: pytest.fail("it was asked again"))
+    assert network.classes((32, 32)) == 10
+
+
+def test_large_images_run_in_smaller_parts(network, monkeypatch):
+    monkeypatch.setitem(bench.PIXELS_AT_ONCE, "cpu", 9 * 32 * 32)
+    run = bench._Run(network, small_network.domains(), Job(norm="tbn", batch_size=4), True)
+    assert run.samples == 8
+
+
 class TestErrors:
     def test_an_alpha_file_of_another_network_before_anything_runs(self, run, network, tmp_path):
         network.model[1].running_mean.add_(1)

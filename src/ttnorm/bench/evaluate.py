@@ -57,6 +57,13 @@ class Network:
     model: nn.Module
     alpha_files: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     agreement: Mapping[str, float] | None = None
+    _classes: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict, init=False)
+
+    def classes(self, size: tuple[int, int]) -> int:
+        """How many classes it tells apart, asked once for every size of images."""
+        if size not in self._classes:
+            self._classes[size] = classes_of(self.model, size)
+        return self._classes[size]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +163,7 @@ def check(network: Network, data: Domains, jobs: Iterable[Job]) -> None:
     kinds = {kind for job in jobs if (kind := _check(job, network, data)) is not None}
     for kind in sorted(kinds):
         artefact.load_(copy.deepcopy(network.model), network.alpha_files[kind])
-    classes = classes_of(network.model, data.image_size)
+    classes = network.classes(data.image_size)
     known = data.labels if data.labels.dim() == 1 else data.labels[data.labels != VOID]
     low, high = int(known.min()), int(known.max())
     if high >= classes or low < 0:
@@ -196,7 +203,7 @@ class _Run:
             options["weights"] = network.agreement
         self.method = spec.make(model.eval(), job.batch_size, **options)
         self.model, self.batch_size = model, job.batch_size
-        self.classes = classes_of(network.model, data.image_size)
+        self.classes = network.classes(data.image_size)
         self.pictures = list(data.images.values())
         self.device = self.pictures[0].device
         height, width = data.image_size
@@ -404,7 +411,7 @@ def _method_options(network: Network, data: Domains, job: Job) -> dict[str, Any]
     setting = Setting(
         scenario=job.scenario,
         batch_size=job.batch_size,
-        classes=classes_of(network.model, data.image_size),
+        classes=network.classes(data.image_size),
         norm=job.norm,
         task=data.task,
     )

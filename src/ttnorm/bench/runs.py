@@ -13,7 +13,7 @@ from ..data.corruptions import CORRUPTIONS
 from ..data.imagenet import Preprocessing, load_imagenet, load_imagenet_c
 from ..models import zoo
 from ..progress import Progress
-from .evaluate import Domains, Network, classes_of
+from .evaluate import Domains, Network
 
 
 def network_under_test(
@@ -67,7 +67,7 @@ def load_domains(
                 f"There is no corruption {corruption!r}; there are {', '.join(CORRUPTIONS)}."
             )
     size = (preprocessing or Preprocessing()).crop if dataset == "imagenet" else 32
-    classes = classes_of(network.model, (size, size))
+    classes = network.classes((size, size))
     name = "imagenet" if dataset == "imagenet" else f"cifar{classes}"
     if clean:
         if dataset == "imagenet":
