@@ -290,7 +290,8 @@ def evaluate(
         Path | None, typer.Option(help="A folder with the test set; for the scenario source.")
     ] = None,
     norm: Annotated[
-        list[str] | None, typer.Option(help="source, tbn, ..., constant-0.3; all but constants.")
+        list[str] | None,
+        typer.Option(help="source, tbn, ..., constant-0.3; if none, all that alpha files allow."),
     ] = None,
     method: Annotated[
         list[str] | None, typer.Option(help="none, tent, swr, cotta, ttn-online; none.")
@@ -350,7 +351,7 @@ def evaluate(
         for chosen in scenario or ["single"]:
             jobs = [
                 bench.Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s)
-                for n in norm or NORMS
+                for n in norm or (n for n in NORMS if tested.can_have(n))
                 for m in method or ["none"]
                 for s in seed or [0]
                 for b in batch_size or inputs.BATCH_SIZES[kind]

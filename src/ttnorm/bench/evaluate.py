@@ -39,7 +39,8 @@ from .scores import score
 
 logger = logging.getLogger("ttnorm")
 SAMPLES_AT_ONCE = {"cuda": 2000, "cpu": 200}
-PIXELS_AT_ONCE = {"cuda": 2000 * 224**2, "cpu": 32 * 224**2}
+# 96 channels of half the size, as MobileNetV2 has, stay far below 2^31 values
+PIXELS_AT_ONCE = {"cuda": 512 * 224**2, "cpu": 32 * 224**2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Network:
     alpha_files: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     agreement: Mapping[str, float] | None = None
     _classes: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict, init=False)
+
+    def can_have(self, norm: str) -> bool:
+        """Whether it has the alpha file that a norm needs, if it needs one."""
+        return norm_named(norm).alpha_file in (None, *self.alpha_files)
 
     def classes(self, size: tuple[int, int]) -> int:
         """How many classes it tells apart, asked once for every size of images."""
