@@ -330,8 +330,7 @@ def evaluate(
     """
     from .bench import evaluate as bench
     from .bench.runs import load_domains, network_under_test
-    from .bench.scenarios import SCENARIOS
-    from .bench.shards import share, shared_records
+    from .bench.shards import share_of_rank, shared_records
     from .data.corruptions import CORRUPTIONS
     from .methods import METHODS
     from .methods.swr import gradient_agreement
@@ -356,9 +355,8 @@ def evaluate(
                 for s in seed or [0]
                 for b in batch_size or inputs.BATCH_SIZES[kind]
             ]
-            domains, is_clean = corruption or list(CORRUPTIONS), chosen == "source"
-            apart = not is_clean and chosen in SCENARIOS and SCENARIOS[chosen].apart
-            domains, jobs = (share(domains), jobs) if apart else (domains, share(jobs))
+            is_clean = chosen == "source"
+            domains, jobs = share_of_rank(chosen, corruption or CORRUPTIONS, jobs)
             if not domains or not jobs:
                 continue  # more processes than there is to do
             tests = load_domains(

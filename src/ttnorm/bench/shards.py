@@ -15,13 +15,23 @@ import torch.distributed as dist
 
 from ..distributed import rank, world_size
 from .records import RecordFile, read_records
+from .scenarios import SCENARIOS
 
 T = TypeVar("T")
 
 
-def share(items: Sequence[T]) -> list[T]:
-    """What this rank is to do of all there is to do."""
-    return list(items[rank() :: world_size()])
+def share_of_rank(
+    scenario: str, domains: Sequence[str], jobs: Sequence[T]
+) -> tuple[list[str], list[T]]:
+    """The domains and jobs of this rank.
+
+    Where every domain is met on its own, ranks divide the domains; where one follows on another,
+    and for the clean test set, they divide the jobs.
+    """
+    mine = slice(rank(), None, world_size())
+    if scenario in SCENARIOS and SCENARIOS[scenario].apart and scenario != "source":
+        return list(domains[mine]), list(jobs)
+    return list(domains), list(jobs[mine])
 
 
 @contextlib.contextmanager
