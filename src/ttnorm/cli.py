@@ -206,8 +206,9 @@ def post_train(
 ) -> None:
     """Learn, once and with labelled source data, how far each channel should trust the batch.
 
-    Under torchrun (torchrun --nproc-per-node 8 -m ttnorm post-train ...) the work is shared; the
+    Under torchrun (torchrun --nproc-per-node 8 -m ttnorm post-train ...) the work is shared; a
     loader function then has to give every rank its part, with a DistributedSampler for instance.
+    For ImageNet alpha is optimised under the shift that the prior is measured with.
     """
     given = locals()
     options = {f.name: given[f.name] for f in dataclasses.fields(posttrain.PostTrainConfig)}
@@ -227,6 +228,7 @@ def post_train(
             ),
             config,
             loss=inputs.resolve(loss) if loss else None,
+            augment=inputs.augment(dataset, shift),
             mean=inputs.floats(mean),
             std=inputs.floats(std),
             checkpoint=checkpoint,

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 from .artefact import read_safetensors
+from .augment import Augment, prior_shift
 from .batches import Loader
+from .distributed import rank, world_size
 
 if TYPE_CHECKING:
     from .data.imagenet import Preprocessing
@@ -120,7 +123,10 @@ def loader(
     batch_size: int | None = None,
     skip_bad: bool = False,
 ) -> Loader:
-    """What MODULE:FUNCTION returns, or batches of the source images in a folder."""
+    """What MODULE:FUNCTION returns, or batches of the source images in a folder.
+
+    Under torchrun every process has its share of the images, and of a batch.
+    """
     if not Path(spec).is_dir():
         if ":" not in spec:
             raise ValueError(f"{spec!r} is no folder that is there, and no MODULE:FUNCTION.")
@@ -129,7 +135,15 @@ def loader(
 
     train = images(Path(spec), dataset, "train", network=network, skip_bad=skip_bad)
     size = batch_size or min(DATASETS[dataset_named(dataset)], len(train.labels))
-    return DeviceLoader(train.images.to(device), train.labels.to(device), size)
+    x, y = (t[rank() :: world_size()].to(device) for t in train)
+    return DeviceLoader(x, y, max(1, size // world_size()))
+
+
+def augment(dataset: str, shift: str) -> Augment | None:
+    """The shift to optimise alpha under: for ImageNet that of the prior, as in the paper."""
+    if dataset_named(dataset) == "cifar":
+        return None
+    return partial(prior_shift, per=shift)  # type: ignore[arg-type]
 
 
 def resolve(spec: str) -> Callable[..., Any]:

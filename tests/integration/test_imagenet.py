@@ -12,6 +12,7 @@ import timm
 import torch
 from PIL import Image
 
+from ttnorm import artefact
 from ttnorm.bench import paper, tables
 from ttnorm.bench.experiments import EXPERIMENTS
 from ttnorm.bench.imagenet import ImageNetBench
@@ -158,3 +159,11 @@ def test_the_papers_table_is_run_once(folder, tmp_path):
 def test_the_papers_numbers_are_beside_ours():
     assert paper.error("single", "imagenet-c", "ttn", "none", 64) == 72.21
     assert paper.error("single", "imagenet-c", "ttn", "none", 200) is None
+
+
+def test_post_training_is_shared_by_two_processes(folder):
+    line = "post-train mine:network source two.ttn.safetensors --dataset imagenet --batch-size 4 "
+    ttnorm(folder, f"{line} --epochs 1 --prior-samples 8", processes=2)
+    alpha, metadata = artefact.read(folder / "two.ttn.safetensors")
+    assert metadata["config"]["augmentation"] == "prior_shift(per='batch')"
+    assert all(a.isfinite().all() for a in alpha.values())
