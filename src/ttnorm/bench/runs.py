@@ -10,7 +10,8 @@ from torch import nn
 from ..data.cifar import load_cifar
 from ..data.corrupted import load_corrupted
 from ..data.corruptions import CORRUPTIONS
-from ..data.imagenet import Preprocessing, load_imagenet, load_imagenet_c
+from ..data.imagenet import CLASSES, Preprocessing, load_imagenet, load_imagenet_c
+from ..data.images import Images
 from ..models import zoo
 from ..progress import Progress
 from .evaluate import Domains, Network
@@ -76,19 +77,24 @@ def load_domains(
             test = load_cifar(folder, "test")
         return _of(network, classes, Domains(name, 0, {"clean": test.images}, test.labels))
     if dataset == "imagenet" and not (folder / "labels.npy").is_file():
-        options = {"preprocessing": preprocessing, "skip_bad": skip_bad}
-        loaded = load_imagenet_c(folder, corruptions, severity, **options)  # type: ignore[arg-type]
+        loaded = load_imagenet_c(folder, corruptions, severity, preprocessing, skip_bad=skip_bad)
     else:
-        progress = Progress("read", len(corruptions))
-        most = 1000 if dataset == "imagenet" else 100
-        loaded = {
-            c: load_corrupted(folder, c, severity, size=(size, size), classes=most)
-            for c in progress.track(corruptions)
-        }
-        progress.close()
+        loaded = _from_arrays(folder, corruptions, severity, size)
     labels = next(iter(loaded.values())).labels
     images = {c: x.images for c, x in loaded.items()}
     return _of(network, classes, Domains(f"{name}-c", severity, images, labels))
+
+
+def _from_arrays(
+    folder: Path, corruptions: Sequence[str], severity: int, size: int
+) -> dict[str, Images]:
+    progress, most = Progress("read", len(corruptions)), 100 if size == 32 else CLASSES
+    loaded = {
+        c: load_corrupted(folder, c, severity, size=(size, size), classes=most)
+        for c in progress.track(corruptions)
+    }
+    progress.close()
+    return loaded
 
 
 def _of(network: Network, classes: int, data: Domains) -> Domains:
