@@ -91,7 +91,7 @@ def record(domain, norm, miou, seed=0, size=2):
         "seed": 0,
         "n": 4 if domain == "dusk" else 6,
         "miou": miou,
-        "iou": [miou, None],
+        "iou": [miou] * 10 + [None],
         "model": {"name": "deeplab"},
         "alpha": {"name": f"deeplab.default.seed{seed}.ttn.safetensors"} if norm == "ttn" else None,
         "config": {"subset": 4 if domain == "dusk" else 6},
@@ -127,3 +127,7 @@ def test_the_report_has_a_table_for_every_batch_size(records, tmp_path):
     page = (tmp_path / "results.md").read_text()
     assert "B = 2:" in page
     assert (tmp_path / "results/camvid-single-B4.csv").is_file()
+    header, _, ttn = (tmp_path / "results/camvid-single-dusk-classes.csv").read_text().splitlines()
+    assert header.startswith("row,sky,sky deviation")
+    assert ttn.startswith("TTN,41.0000,1.0000")
+    assert ttn.endswith(",,,")  # no bicyclist anywhere

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from .. import artefact
 from ..data.corruptions import CORRUPTIONS
+from ..data.segmentation import layout_of
 from . import figures, paper, tables
 from .records import Record, variant_of
 
@@ -82,6 +83,12 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
         for size, table in tables.every_domain(named, dataset, scenario).items():
             page.add(f"B = {size}:")
             page.table(f"{base}-B{size}", table)
+        smallest = min(r["batch_size"] for r in named)
+        for domain in dict.fromkeys(r["domain"] for r in named if not r["severity"]):
+            options = {"batch_size": smallest, "classes": layout_of(dataset).classes}
+            table = tables.by_class(named, domain=domain, **options)  # type: ignore[arg-type]
+            page.add(f"Every class in {domain.replace('_', ' ')}, B = {smallest}:")
+            page.table(f"{base}-{domain}-classes", table)
     elif len({r["domain"] for r in named}) > 1 and scenario == "single":
         largest = max(r["batch_size"] for r in named)
         options = {"dataset": dataset, "scenario": scenario, "batch_size": largest}

@@ -182,6 +182,39 @@ def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_s
     return Table(title, columns, rows, _note(chosen), higher="miou" in chosen[0])
 
 
+def by_class(
+    records: Iterable[Record], *, domain: str, batch_size: int, classes: Sequence[str]
+) -> Table:
+    """A row per norm and method, a column per class: its overlap in one domain of scenes.
+
+    Args:
+        records: of one data set and scenario.
+        classes: their names; one that is nowhere in the domain has an empty cell.
+    """
+    chosen = [r for r in records if (r["domain"], r["batch_size"]) == (domain, batch_size)]
+    chosen = [r for r in chosen if _is_of_its_norm(r)]
+    if not chosen:
+        raise ValueError(f"There are no records of {domain} at B = {batch_size}.")
+    rows = []
+    for norm, method in _rows(chosen):
+        found = [r["iou"] for r in chosen if (r["norm"], r["method"]) == (norm, method)]
+        cells = [
+            _mean_cell([100 * v for v in values if v is not None])
+            for values in zip(*found, strict=True)
+        ]
+        rows.append((row_name(norm, method), cells))
+    title = f"{chosen[0]['dataset']}, {domain}, B = {batch_size}: IoU in %"
+    return Table(title, list(classes), rows, _note(chosen), higher=True)
+
+
+def _mean_cell(values: Sequence[float]) -> Cell:
+    """Over seeds."""
+    if not values:
+        return Cell(None)
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return Cell(statistics.mean(values), deviation)
+
+
 def score_name(records: Sequence[Record]) -> str:
     return "mIoU in %" if "miou" in records[0] else "error in %"
 
@@ -340,10 +373,7 @@ def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) ->
             )
         errors[r["domain"]] = 100 * r["miou"] if "miou" in r else 100 * r["wrong"] / r["n"]
     means = [statistics.mean(e.values()) for e in by_seed.values() if e.keys() == domains]
-    if not means:
-        return Cell(None, None, theirs)
-    deviation = statistics.stdev(means) if len(means) > 1 else None
-    return Cell(statistics.mean(means), deviation, theirs)
+    return _mean_cell(means)._replace(paper=theirs)
 
 
 def _is_of_its_norm(record: Record) -> bool:
