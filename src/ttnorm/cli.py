@@ -332,7 +332,7 @@ def evaluate(
     """
     from .bench import evaluate as bench
     from .bench.runs import load_domains, network_under_test
-    from .bench.shards import share_of_rank, shared_records
+    from .bench.shards import Shards
     from .data.corruptions import CORRUPTIONS
     from .methods import METHODS
     from .methods.swr import gradient_agreement
@@ -341,44 +341,44 @@ def evaluate(
     kind = inputs.dataset_named(dataset)
     where = inputs.device(device, int(os.environ.get("LOCAL_RANK", 0)))
     inputs.check_writable(records)
-    with _ranks(where):
-        model = inputs.network(network, where, weights)
-        agreement = None
-        if source and any(METHODS[m].needs_agreement for m in method or () if m in METHODS):
-            examples = inputs.loader(str(source), where, kind, network=network, skip_bad=skip_bad)
-            agreement = gradient_agreement(model, examples)
-        tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
-        runs = []
-        for chosen in scenario or ["single"]:
-            jobs = [
-                bench.Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s)
-                for n in norm or (n for n in NORMS if tested.can_have(n))
-                for m in method or ["none"]
-                for s in seed or [0]
-                for b in batch_size or inputs.BATCH_SIZES[kind]
-            ]
-            is_clean = chosen == "source"
-            domains, jobs = share_of_rank(chosen, corruption or CORRUPTIONS, jobs)
-            if not domains or not jobs:
-                continue  # more processes than there is to do
-            tests = load_domains(
-                tested,
-                kind,
-                clean if is_clean else data,
-                is_clean,
-                domains,
-                severity,
-                preprocessing=inputs.preprocessing(network),
-                skip_bad=skip_bad,
-            )
-            tests = tests if subset is None else tests.subset(subset)
-            bench.check(tested, tests, jobs)
-            runs.append((tests, jobs))
-        with shared_records(records) as file:
-            for tests, jobs in runs:
-                bench.evaluate(tested, tests.to(where), jobs, file, grouped=not sequential)
-        if rank() == 0:
-            _print_tables(records)
+    shards = Shards()
+    model = inputs.network(network, where, weights)
+    agreement = None
+    if source and any(METHODS[m].needs_agreement for m in method or () if m in METHODS):
+        examples = inputs.loader(str(source), where, kind, network=network, skip_bad=skip_bad)
+        agreement = shards.common("agreement", lambda: gradient_agreement(model, examples))
+    tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
+    runs = []
+    for chosen in scenario or ["single"]:
+        jobs = [
+            bench.Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s)
+            for n in norm or (n for n in NORMS if tested.can_have(n))
+            for m in method or ["none"]
+            for s in seed or [0]
+            for b in batch_size or inputs.BATCH_SIZES[kind]
+        ]
+        is_clean = chosen == "source"
+        domains, jobs = shards.share(chosen, corruption or CORRUPTIONS, jobs)
+        if not domains or not jobs:
+            continue  # more processes than there is to do
+        tests = load_domains(
+            tested,
+            kind,
+            clean if is_clean else data,
+            is_clean,
+            domains,
+            severity,
+            preprocessing=inputs.preprocessing(network),
+            skip_bad=skip_bad,
+        )
+        tests = tests if subset is None else tests.subset(subset)
+        bench.check(tested, tests, jobs)
+        runs.append((tests, jobs))
+    with shards.records(records) as file:
+        for tests, jobs in runs:
+            bench.evaluate(tested, tests.to(where), jobs, file, grouped=not sequential)
+    if shards.rank == 0:
+        _print_tables(records)
 
 
 @app.command("report")
