@@ -79,9 +79,9 @@ def ttnorm(folder, line, processes=1):
 
 
 EVALUATE = (
-    "evaluate {} --network mine:network --dataset imagenet-c --data c --norm source --norm tbn "
-    "--norm ttn --norm ttn-stream --method none --method swr --alpha a.ttn.safetensors "
-    "--source source --batch-size 4 --batch-size 1 "
+    "evaluate {} --network mine:network --dataset imagenet-c --data c --source source "
+    "--norm source --norm tbn --norm ttn --norm ttn-stream --alpha a.ttn.safetensors "
+    "--method none --method swr --batch-size 4 --batch-size 1 "
     + " ".join(f"--corruption {c}" for c in CORRUPTIONS)
 )
 
