@@ -34,6 +34,7 @@ def reproduce(
     camvid_network: Annotated[
         Path | None, typer.Option(help="What ttnorm train-segmentation wrote, for --camvid.")
     ] = None,
+    camvid_severity: Annotated[int, typer.Option(help="Of CamVid's corruptions, 1 to 5.")] = 5,
     pictures: Annotated[
         Path | None, typer.Option(help="A folder for pictures of CamVid's dusk and fog.")
     ] = None,
@@ -103,7 +104,8 @@ def reproduce(
     if camvid is not None:
         if camvid_network is None:
             raise ValueError("--camvid needs --camvid-network: run ttnorm train-segmentation.")
-        benches["camvid"] = CamvidBench(camvid_network, camvid, *places, large, skip_bad=skip_bad)
+        options = {"severity": camvid_severity, "skip_bad": skip_bad}
+        benches["camvid"] = CamvidBench(camvid_network, camvid, *places, large, **options)  # type: ignore[arg-type]
     run(list(chosen), benches, records)
     scenes = benches.get("camvid")
     if pictures is not None and isinstance(scenes, CamvidBench):

@@ -60,6 +60,7 @@ class CamvidBench:
         textures: the folder with frost's pictures.
         device: to run on.
         scale: how much.
+        severity: of the corruptions.
         skip_bad: leave out frames that cannot be used.
     """
 
@@ -75,8 +76,10 @@ class CamvidBench:
         device: str,
         scale: Scale,
         *,
+        severity: int = SEVERITY,
         skip_bad: bool = False,
     ) -> None:
+        self.severity = severity
         self.checkpoint, self.folder, self.skip_bad = checkpoint, folder, skip_bad
         self.work, self.alphas, self.textures = work, alphas, textures
         self.device, self.scale = device, scale
@@ -119,20 +122,24 @@ class CamvidBench:
         found = [
             Domains("camvid", 0, {"day": day.images}, day.labels),
             Domains("camvid", 0, {"dusk": dusk.images}, dusk.labels),
-            Domains("camvid", SEVERITY, self._corrupted(day.images), day.labels),
+            Domains("camvid", self.severity, self._corrupted(day.images), day.labels),
         ]
         return [domains.to(self.device) for domains in found]
 
     def _corrupted(self, frames: Tensor) -> dict[str, Tensor]:
         folder, numbers = self.work / "camvid-c", torch.arange(len(frames))
-        names = tuple(c for c in CORRUPTIONS if self.textures or c != "frost")
-        options = {"corruptions": names, "severities": (SEVERITY,), "textures": self.textures}
-        make_corrupted(Images(frames, numbers), folder, **options)  # type: ignore[arg-type]
+        make_corrupted(
+            Images(frames, numbers),
+            folder,
+            corruptions=CORRUPTIONS,
+            severities=(self.severity,),
+            textures=self.textures,
+        )
         height, width = frames.shape[-2:]
         limits = {"size": (height, width), "classes": len(frames)}
         return {
-            name: load_corrupted(folder, name, SEVERITY, **limits).images  # type: ignore[arg-type]
-            for name in names
+            name: load_corrupted(folder, name, self.severity, **limits).images  # type: ignore[arg-type]
+            for name in CORRUPTIONS
         }
 
     def network(self, part: Part) -> Network:
