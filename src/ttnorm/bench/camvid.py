@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ..augment import domain_shift
+from ..augment import prior_shift
 from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.images import Images
 from ..data.label_maps import CAMVID_CLASSES
@@ -105,8 +105,8 @@ class CamvidBench:
             Images(*(t[: self.scale.train].to(self.device) for t in frames)),
             epochs=min(self.scale.epochs, EPOCHS),
             batch_size=BATCH_SIZE,
-            # what moves an image would have to move its mask
-            augment=partial(domain_shift, parts=("jitter", "blur")),
+            # as for ImageNet; it leaves pixels where they are, as masks do
+            augment=partial(prior_shift, per="batch"),
         )
 
     def tests(self, clean: bool) -> list[Domains]:
