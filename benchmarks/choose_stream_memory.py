@@ -2,13 +2,16 @@
 
 python benchmarks/choose_stream_memory.py CIFAR_FOLDER [--network wrn40_2-cifar10] [--device cuda]
 
-The last 1,000 training images in six domains: clean, inverted, solarized, posterized, shrunk and
-dark. Frame by frame, in random order, sorted by class, and with classes that come and go; each
-domain is a stream of its own. For comparison the source network, and TTN with single frames for
-batches. No test image and no corruption is looked at.
+The last 500 training images in six domains (simulated_domains.py), frame by frame. Each domain as a
+stream of its own in random order, sorted by class, and with classes that come and go; and all of
+them in one stream: one after another, alternating every 50 frames, and mixed. For comparison the
+source network, and TTN with single frames for batches. No test image and no corruption is looked
+at.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import measure
 import torch
@@ -21,9 +24,16 @@ from ttnorm.bench.scenarios import Segment, segments
 from ttnorm.data.cifar import load_cifar
 from ttnorm.models import zoo
 
-FRAMES = 1000
-ORDERS = {"random": "single", "sorted by class": "class-sorted", "come and go": "dirichlet"}
-MEMORIES = {"balanced": {"memory": "balanced"}, "pool": {"memory": "pool"}}
+FRAMES = 500
+ORDERS = {
+    "random": "single",
+    "sorted by class": "class-sorted",
+    "come and go": "dirichlet",
+    "one after another": "continual",
+    "alternating": "alternating-50",
+    "mixed": "mixed",
+}
+MEMORIES = {name: {"memory": name} for name in ("pool", "balanced", "routed")}
 
 
 def main() -> None:
@@ -79,6 +89,8 @@ def _errors(
         return torch.cat([model(images(*part)) for part in parts]).argmax(1)
 
     stream = segments(scenario, list(domains), labels, 1, 0)
+    if not all(segment.reset for segment in stream):
+        stream = [_joined(stream)]
     if name in MEMORIES:
         found = [predicted for _, predicted in alongside(model, images, stream, 1, len(stream))]
     elif name == "source":
@@ -86,10 +98,22 @@ def _errors(
     else:
         with ttnorm.isolated(model, 1):
             found = [plain(segment) for segment in stream]
+    every = _joined(stream)
+    wrong = (torch.cat(found).cpu() != labels[every.images]).double()
     return {
-        s.domain: 100 * (predicted.cpu() != labels[s.images]).double().mean().item()
-        for s, predicted in zip(stream, found, strict=True)
+        domain: 100 * wrong[every.domains == index].mean().item()
+        for index, domain in enumerate(domains)
     }
+
+
+def _joined(stream: list[Segment]) -> Segment:
+    """All segments as one stream."""
+    return dataclasses.replace(
+        stream[0],
+        domains=torch.cat([segment.domains for segment in stream]),
+        images=torch.cat([segment.images for segment in stream]),
+        reset=True,
+    )
 
 
 if __name__ == "__main__":

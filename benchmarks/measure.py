@@ -100,15 +100,15 @@ def record(
     }
 
 
-def write(name: str, device: str, records: Sequence[Record]) -> None:
-    """Print the records as a table and write them to results/NAME.DEVICE.json."""
+def write(name: str, device: str, records: Sequence[Record], setting: str = "") -> None:
+    """Print the records as a table and write them to results/NAME.DEVICE[-SETTING].json."""
     width = max(len(r["case"]) for r in records)
     print(f"{name} on {device_name(device)}, torch {torch.__version__}")
     print(f"{'case':{width}}  {'value':>10}  {'baseline':>10}  ratio")
     for r in records:
         values = f"{r['value']:10.4g}  {r['baseline']:10.4g}"
         print(f"{r['case']:{width}}  {values}  {r['ratio']:5.2f}  {r['unit']}")
-    keep(f"{name}.{device}", records)
+    keep(f"{name}.{device}-{setting}" if setting else f"{name}.{device}", records)
 
 
 def keep(name: str, records: Sequence[Record]) -> None:

@@ -20,6 +20,7 @@ TITLES = {
     "network_cost": "Whole networks",
     "prior_cost": "The prior",
     "posttrain_cost": "Post-training",
+    "resnet50_cost": "Post-training a ResNet-50",
     "adapt_cost": "A step of a gradient method",
     "evaluate_cost": "Scoring with groups",
     "fold_cost": "Folding",

@@ -5,6 +5,7 @@ from torch import nn
 
 from ttnorm import artefact, surgery
 from ttnorm.bench.evaluate import Domains, Network
+from ttnorm.shallow import content_of
 
 
 def network(classes: int = 10) -> nn.Module:
@@ -45,6 +46,8 @@ def tested(folder) -> Network:
         model = surgery.convert_(network(), 0.5)
         for alpha in surgery.alphas(model).values():
             alpha.copy_(torch.rand(alpha.shape, generator=g))
+        clean = torch.rand(64, 3, 32, 32, generator=g)
+        model.__dict__[surgery.CONTENT] = content_of(model, [(clean, torch.zeros(64))])
         files[kind] = folder / f"{kind}.ttn.safetensors"
         artefact.save(model, files[kind])
     return Network("small", network(), files)

@@ -1,7 +1,8 @@
 """The alpha file: what post-training learned, in kilobytes, and for which network.
 
 safetensors, one tensor per layer, and metadata: the format's version, the library's, how alpha
-was made, a checksum, and a fingerprint of the network it was fitted on. A file is checked in full
+was made, a checksum, and a fingerprint of the network it was fitted on. How source images vary is
+there as well, where it is known, for streams in which domains alternate. A file is checked in full
 before the model is touched.
 """
 
@@ -19,18 +20,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .routing import Content
 from .surgery import (
+    CONTENT,
     alphas,
     batchnorm_layers,
     config_of,
     convert_,
     remember_config,
     ttn_layers,
+    unwrap,
 )
 from .version import __version__
 
 FORMAT = "ttnorm-alpha"
 FORMAT_VERSION = 1
+CONTENT_PREFIX = "content/"  # of the names of tensors that are no layer's alpha
 
 
 class AlphaFile(NamedTuple):
@@ -56,6 +61,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     tensors = {name: a.detach().float().cpu().contiguous() for name, a in alphas(model).items()}
     _check_values(tensors, "The model")
+    content: Content | None = unwrap(model).__dict__.get(CONTENT)
+    if content is not None:
+        tensors |= {f"{CONTENT_PREFIX}{k}": t.half().cpu() for k, t in content._asdict().items()}
     metadata = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -83,15 +91,25 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True
         ValueError: when the file is damaged, from a newer version or for another network. The model
             is then as it was.
     """
-    alpha, metadata = read(path)
+    tensors, metadata = _read_checked(path)
     _check_fingerprint(metadata["fingerprint"], fingerprint(model), strict, path)
-    convert_(model, alpha, cross_term=metadata["cross_term"])
+    convert_(model, _alphas_of(tensors, metadata), cross_term=metadata["cross_term"])
     remember_config(model, metadata["config"])
+    network = unwrap(model)
+    network.__dict__.pop(CONTENT, None)
+    if f"{CONTENT_PREFIX}mean" in tensors:
+        parts = {k: tensors[CONTENT_PREFIX + k].float() for k in Content._fields}
+        network.__dict__[CONTENT] = Content(**parts)
     return model
 
 
 def read(path: str | os.PathLike[str]) -> AlphaFile:
     """The content of an alpha file, checked as far as that goes without the network."""
+    tensors, metadata = _read_checked(path)
+    return AlphaFile(_alphas_of(tensors, metadata), metadata)
+
+
+def _read_checked(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(
@@ -107,9 +125,12 @@ def read(path: str | os.PathLike[str]) -> AlphaFile:
         raise ValueError(
             f"{path} is damaged: its content does not match its checksum. Copy it anew."
         )
-    _check_values(tensors, path)
-    order = [name for name, _ in metadata["fingerprint"]["layers"]]
-    return AlphaFile({name: tensors[name] for name in order}, metadata)
+    _check_values(_alphas_of(tensors, metadata), path)
+    return tensors, metadata
+
+
+def _alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name, _ in metadata["fingerprint"]["layers"]}
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:

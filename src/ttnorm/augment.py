@@ -148,6 +148,14 @@ def _flip(images: Tensor, generator: Generator | Drawn | None) -> Tensor:
     return torch.where(_Draw(images, generator, "image").chance(0.5), images.flip(-1), images)
 
 
+def moves_pixels(augment: Augment) -> bool:
+    """Whether it is a shift of ours that moves pixels, and would have to move their labels too."""
+    if _function(augment) is not domain_shift:
+        return False
+    parts = augment.keywords.get("parts") if isinstance(augment, partial) else None
+    return bool({"affine", "flip"} & set(DOMAIN_PARTS if parts is None else parts))
+
+
 def numbers_drawn(augment: Augment, samples: int, channels: int) -> int | None:
     """How many random numbers an augmentation draws for a batch; None for one that is not ours."""
     if _function(augment) not in (prior_shift, domain_shift):

@@ -39,10 +39,20 @@ app.command("reproduce")(reproduce)
 
 Network = Annotated[
     str,
-    typer.Argument(help="A shipped network, a checkpoint, or MODULE:FUNCTION that returns one."),
+    typer.Argument(
+        help="A shipped network, resnet50, mobilenet_v2, efficientnet_lite0 or timm/NAME for "
+        "ImageNet, a checkpoint, or MODULE:FUNCTION that returns one."
+    ),
 ]
 Output = Annotated[Path, typer.Argument(help="The file to write.", dir_okay=False)]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU if there is one.")]
+Dataset = Annotated[str, typer.Option(help="What the folders hold: cifar or imagenet.")]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out files that cannot be used, and count them.")
+]
+Weights = Annotated[
+    Path | None, typer.Option(help="A file of weights, for a network that is not shipped.")
+]
 
 
 def main() -> None:
@@ -100,14 +110,56 @@ def train_source(
     )
 
 
+@app.command("train-segmentation")
+def train_segmentation(
+    data: Annotated[Path, typer.Argument(help="A folder with CamVid.")],
+    output: Output,
+    encoder: Annotated[str, typer.Option(help="mobilenet_v2 or resnet50.")] = "mobilenet_v2",
+    weights: Annotated[
+        Path | None, typer.Option(help="A file of the encoder's ImageNet weights.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the frames.")] = 80,
+    batch_size: Annotated[int, typer.Option(help="Frames a step.")] = 8,
+    lr: Annotated[float, typer.Option(help="Step size of AdamW.")] = 5e-4,
+    seed: Annotated[int, typer.Option(help="Fixes everything that is random.")] = 0,
+    skip_bad: SkipBad = False,
+    device: Device = None,
+) -> None:
+    """Train DeepLabV3+ on CamVid's day: every sequence of train and val but 0001TP, the dusk."""
+    from .bench.camvid import source_frames
+    from .data.label_maps import CAMVID_CLASSES
+    from .models import segmentation
+    from .models import train_segmentation as training
+
+    config = training.SegmentationConfig(epochs=epochs, batch_size=batch_size, lr=lr, seed=seed)
+    device = inputs.device(device)
+    inputs.check_writable(output)
+    frames = source_frames(data, skip_bad=skip_bad)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = segmentation.with_encoder_weights(encoder, len(CAMVID_CLASSES), weights)
+    history = training.train_segmentation(model, frames, config, device)
+    facts = {"device": inputs.device_name(device), "torch": torch.__version__}
+    segmentation.save_checkpoint(model, output, config, history, **facts)
+    console.print(f"{output}: {len(frames.labels)} frames, last epoch {_row(history)}")
+
+
 @app.command("post-train")
 def post_train(
     network: Network,
     loader: Annotated[
         str,
-        typer.Argument(help="MODULE:FUNCTION that returns a loader of (x, y), or a CIFAR folder."),
+        typer.Argument(
+            help="MODULE:FUNCTION that returns a loader of (x, y), or a folder of source images."
+        ),
     ],
     output: Output,
+    dataset: Dataset = "cifar",
+    weights: Weights = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Of a folder's images; 200, and 64 of ImageNet's.")
+    ] = None,
+    skip_bad: SkipBad = False,
     loss: Annotated[
         str, typer.Option(help="MODULE:FUNCTION, called as loss(output, y); cross-entropy if none.")
     ] = "",
@@ -154,8 +206,9 @@ def post_train(
 ) -> None:
     """Learn, once and with labelled source data, how far each channel should trust the batch.
 
-    Under torchrun (torchrun --nproc-per-node 8 -m ttnorm post-train ...) the work is shared; the
+    Under torchrun (torchrun --nproc-per-node 8 -m ttnorm post-train ...) the work is shared; a
     loader function then has to give every rank its part, with a DistributedSampler for instance.
+    For ImageNet alpha is optimised under the shift that the prior is measured with.
     """
     given = locals()
     options = {f.name: given[f.name] for f in dataclasses.fields(posttrain.PostTrainConfig)}
@@ -167,12 +220,15 @@ def post_train(
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     where = inputs.device(device, local_rank)
     with _ranks(where):
-        model = inputs.network(network, where)
+        model = inputs.network(network, where, weights)
         result = posttrain.post_train_(
             model,
-            inputs.loader(loader, where),
+            inputs.loader(
+                loader, where, dataset, network=network, batch_size=batch_size, skip_bad=skip_bad
+            ),
             config,
             loss=inputs.resolve(loss) if loss else None,
+            augment=inputs.augment(dataset, shift),
             mean=inputs.floats(mean),
             std=inputs.floats(std),
             checkpoint=checkpoint,
@@ -185,8 +241,12 @@ def post_train(
 
 @app.command("corrupt")
 def corrupt(
-    data: Annotated[Path, typer.Argument(help="A folder with CIFAR-10 or CIFAR-100.")],
-    output: Annotated[Path, typer.Argument(help="The folder to write CIFAR-C files into.")],
+    data: Annotated[
+        Path,
+        typer.Argument(help="A folder with CIFAR-10, CIFAR-100, or ImageNet's classes."),
+    ],
+    output: Annotated[Path, typer.Argument(help="The folder to write npy files into.")],
+    dataset: Dataset = "cifar",
     severity: Annotated[list[int] | None, typer.Option(help="1 to 5; all five if none.")] = None,
     corruption: Annotated[list[str] | None, typer.Option(help="Which; all 15 if none.")] = None,
     textures: Annotated[
@@ -194,20 +254,22 @@ def corrupt(
     ] = None,
     seed: Annotated[int, typer.Option(help="Fixes everything that is random.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes; one per core if none.")] = None,
+    skip_bad: SkipBad = False,
 ) -> None:
     """Write the common corruptions of a test set in the layout of CIFAR-10-C and CIFAR-100-C.
 
-    Killed, it goes on where it was. The frost pictures are those of the PyPI package
-    imagecorruptions: pip download --no-deps imagecorruptions, and unzip it.
+    ImageNet's images are resized to 256 and cropped to 224 pixels, if they are not so already, and
+    take ImageNet-C's parameters. Killed, it goes on where it was. The frost pictures are those of
+    the PyPI package imagecorruptions: pip download --no-deps imagecorruptions, and unzip it.
     """
-    from .data import cifar, cifar_c, corruptions
+    from .data import corrupted, corruptions
 
     inputs.check_folder(output)
-    cifar_c.make_corrupted(
-        cifar.load_cifar(data, "test"),
+    corrupted.make_corrupted(
+        inputs.images(data, dataset, "test", skip_bad=skip_bad),
         output,
         corruptions=corruption or corruptions.CORRUPTIONS,
-        severities=severity or cifar_c.SEVERITIES,
+        severities=severity or corrupted.SEVERITIES,
         seed=seed,
         textures=textures,
         workers=workers,
@@ -219,20 +281,25 @@ def corrupt(
 def evaluate(
     records: Annotated[Path, typer.Argument(help="The JSONL file to add records to.")],
     network: Annotated[
-        str, typer.Option(help="A shipped network, a checkpoint, or MODULE:FUNCTION.")
+        str, typer.Option(help="A network by name, a checkpoint, or MODULE:FUNCTION.")
     ] = "wrn40_2-cifar10",
-    data: Annotated[Path | None, typer.Option(help="A folder with CIFAR-C npy files.")] = None,
+    weights: Weights = None,
+    dataset: Annotated[str, typer.Option(help="cifar-c or imagenet-c.")] = "cifar-c",
+    data: Annotated[
+        Path | None, typer.Option(help="A folder with CIFAR-C npy files, or with ImageNet-C.")
+    ] = None,
     clean: Annotated[
-        Path | None, typer.Option(help="A folder with CIFAR; for the scenario source.")
+        Path | None, typer.Option(help="A folder with the test set; for the scenario source.")
     ] = None,
     norm: Annotated[
-        list[str] | None, typer.Option(help="source, tbn, ..., constant-0.3; all but constants.")
+        list[str] | None,
+        typer.Option(help="source, tbn, ..., constant-0.3; if none, all that alpha files allow."),
     ] = None,
     method: Annotated[
         list[str] | None, typer.Option(help="none, tent, swr, cotta, ttn-online; none.")
     ] = None,
     source: Annotated[
-        Path | None, typer.Option(help="A folder with CIFAR to train on; for the method swr.")
+        Path | None, typer.Option(help="A folder of source images; for the method swr.")
     ] = None,
     scenario: Annotated[
         list[str] | None,
@@ -241,7 +308,9 @@ def evaluate(
             "dirichlet, source; single."
         ),
     ] = None,
-    batch_size: Annotated[list[int] | None, typer.Option(help="200, 64, 16, 4, 2, 1.")] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="200 (not ImageNet), 64, 16, 4, 2, 1.")
+    ] = None,
     corruption: Annotated[list[str] | None, typer.Option(help="Which; all 15 if none.")] = None,
     severity: Annotated[int, typer.Option(help="1 to 5.")] = 5,
     subset: Annotated[int | None, typer.Option(help="Only the first images of a domain.")] = None,
@@ -251,45 +320,65 @@ def evaluate(
         Path | None, typer.Option(help="Its alpha file fitted with dynamic batch sizes.")
     ] = None,
     sequential: Annotated[bool, typer.Option(help="Batch after batch, without groups.")] = False,
+    skip_bad: SkipBad = False,
     device: Device = None,
 ) -> None:
     """Score normalisations: every norm x method x scenario x batch size, one record per cell.
 
     Killed, it goes on where it was; cells on file are not run again. Options that take a list are
-    given several times: --norm tbn --norm ttn.
+    given several times: --norm tbn --norm ttn. Under torchrun (torchrun --nproc-per-node 8 -m
+    ttnorm evaluate ...) every process takes its share of the corruptions, or of the batch sizes
+    where corruptions follow on each other, and the records become one file.
     """
     from .bench import evaluate as bench
-    from .bench import records as files
     from .bench.runs import load_domains, network_under_test
+    from .bench.shards import Shards
+    from .data.corruptions import CORRUPTIONS
     from .methods import METHODS
     from .methods.swr import gradient_agreement
     from .norms import NORMS
 
-    where = inputs.device(device)
+    kind = inputs.dataset_named(dataset)
+    where = inputs.device(device, int(os.environ.get("LOCAL_RANK", 0)))
     inputs.check_writable(records)
-    model = inputs.network(network, where)
+    shards = Shards()
+    model = inputs.network(network, where, weights)
     agreement = None
-    if source is not None and any(METHODS[m].needs_agreement for m in method or () if m in METHODS):
-        agreement = gradient_agreement(model, inputs.loader(str(source), where))
+    if source and any(METHODS[m].needs_agreement for m in method or () if m in METHODS):
+        examples = inputs.loader(str(source), where, kind, network=network, skip_bad=skip_bad)
+        agreement = shards.common("agreement", lambda: gradient_agreement(model, examples))
     tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
-    file = files.RecordFile(records)
     runs = []
     for chosen in scenario or ["single"]:
         jobs = [
             bench.Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s)
-            for n in norm or NORMS
+            for n in norm or (n for n in NORMS if tested.can_have(n))
             for m in method or ["none"]
             for s in seed or [0]
-            for b in batch_size or [200, 64, 16, 4, 2, 1]
+            for b in batch_size or inputs.BATCH_SIZES[kind]
         ]
         is_clean = chosen == "source"
-        tests = load_domains(tested, clean if is_clean else data, is_clean, corruption, severity)
+        domains, jobs = shards.share(chosen, corruption or CORRUPTIONS, jobs)
+        if not domains or not jobs:
+            continue  # more processes than there is to do
+        tests = load_domains(
+            tested,
+            kind,
+            clean if is_clean else data,
+            is_clean,
+            domains,
+            severity,
+            preprocessing=inputs.preprocessing(network),
+            skip_bad=skip_bad,
+        )
         tests = tests if subset is None else tests.subset(subset)
         bench.check(tested, tests, jobs)
         runs.append((tests, jobs))
-    for tests, jobs in runs:
-        bench.evaluate(tested, tests.to(where), jobs, file, grouped=not sequential)
-    _print_tables(records)
+    with shards.records(records) as file:
+        for tests, jobs in runs:
+            bench.evaluate(tested, tests.to(where), jobs, file, grouped=not sequential)
+    if shards.rank == 0:
+        _print_tables(records)
 
 
 @app.command("report")

@@ -6,13 +6,24 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from .artefact import read_safetensors
+from .augment import Augment, prior_shift
 from .batches import Loader
+from .distributed import rank, world_size
+
+if TYPE_CHECKING:
+    from .data.imagenet import Preprocessing
+    from .data.images import Images
+
+DATASETS = {"cifar": 200, "imagenet": 64}  # and the paper's batch sizes for post-training
+BATCH_SIZES = {"cifar": (200, 64, 16, 4, 2, 1), "imagenet": (64, 16, 4, 2, 1)}  # of its tests
 
 
 def device(wanted: str | None, local_rank: int = 0) -> str:
@@ -50,18 +61,25 @@ def check_folder(path: Path) -> None:
         raise ValueError(f"{path} cannot be a folder to write to: {there} is in the way.")
 
 
-def network(spec: str, device: str = "cpu") -> nn.Module:
-    """A shipped network by name, one from a checkpoint file, or what MODULE:FUNCTION returns."""
-    from .models import zoo
+def network(spec: str, device: str = "cpu", weights: Path | None = None) -> nn.Module:
+    """A network by name, one from a checkpoint file, or what MODULE:FUNCTION returns."""
+    from .models import imagenet, segmentation, zoo
 
+    if imagenet.is_named(spec):
+        return imagenet.load(spec, weights, device)
+    if weights is not None:
+        raise ValueError(f"--weights are for {', '.join(imagenet.NETWORKS)} and timm/NAME.")
     if spec in zoo.NETWORKS:
         return zoo.load(spec, device)
     if Path(spec).is_file():
+        if "segmentation_classes" in read_safetensors(spec)[1]:
+            return segmentation.load_checkpoint(spec, device)
         return zoo.load_checkpoint(spec, device)[0]
     if ":" not in spec:
+        names = (*zoo.NETWORKS, *imagenet.NETWORKS, "timm/NAME")
         raise ValueError(
-            f"{spec!r} is no network: expected {', '.join(zoo.NETWORKS)}, a checkpoint file that "
-            "is there, or MODULE:FUNCTION."
+            f"{spec!r} is no network: expected {', '.join(names)}, a checkpoint file that is "
+            "there, or MODULE:FUNCTION."
         )
     model = resolve(spec)()
     if not isinstance(model, nn.Module):
@@ -69,19 +87,63 @@ def network(spec: str, device: str = "cpu") -> nn.Module:
     return model.to(device)
 
 
-def loader(spec: str, device: str) -> Loader:
-    """What MODULE:FUNCTION returns, or batches of 200 from a folder with CIFAR."""
+def dataset_named(name: str) -> str:
+    """The data set asked for, whether its test set is to be clean or corrupted."""
+    kind = name.removesuffix("-c")
+    if kind not in DATASETS:
+        raise ValueError(f"--dataset is {name!r}, expected {' or '.join(DATASETS)}.")
+    return kind
+
+
+def preprocessing(network: str) -> Preprocessing | None:
+    """What images a network's weights want, for networks whose names say so."""
+    from .models.imagenet import is_named, preprocessing_of
+
+    return preprocessing_of(network) if is_named(network) else None
+
+
+def images(
+    folder: Path, dataset: str, split: str, *, network: str = "", skip_bad: bool = False
+) -> Images:
+    """The images of a folder: CIFAR's of that split, or ImageNet's as the network wants them."""
+    from .data import cifar, imagenet
+
+    if dataset_named(dataset) == "cifar":
+        return cifar.load_cifar(folder, split)
+    most = imagenet.MOST if split == "train" else None
+    return imagenet.load_imagenet(folder, preprocessing(network), most=most, skip_bad=skip_bad)
+
+
+def loader(
+    spec: str,
+    device: str,
+    dataset: str = "cifar",
+    *,
+    network: str = "",
+    batch_size: int | None = None,
+    skip_bad: bool = False,
+) -> Loader:
+    """What MODULE:FUNCTION returns, or batches of the source images in a folder.
+
+    Under torchrun every process has its share of the images, and of a batch.
+    """
     if not Path(spec).is_dir():
         if ":" not in spec:
             raise ValueError(f"{spec!r} is no folder that is there, and no MODULE:FUNCTION.")
         return resolve(spec)()
-    from .data.cifar import load_cifar
     from .data.loader import DeviceLoader
 
-    train = load_cifar(spec, "train")
-    return DeviceLoader(
-        train.images.to(device), train.labels.to(device), min(200, len(train.labels))
-    )
+    train = images(Path(spec), dataset, "train", network=network, skip_bad=skip_bad)
+    size = batch_size or min(DATASETS[dataset_named(dataset)], len(train.labels))
+    x, y = (t[rank() :: world_size()].to(device) for t in train)
+    return DeviceLoader(x, y, max(1, size // world_size()))
+
+
+def augment(dataset: str, shift: str) -> Augment | None:
+    """The shift to optimise alpha under: for ImageNet that of the prior, as in the paper."""
+    if dataset_named(dataset) == "cifar":
+        return None
+    return partial(prior_shift, per=shift)  # type: ignore[arg-type]
 
 
 def resolve(spec: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""`ttnorm reproduce`: the paper's tables and figures from folders with CIFAR."""
+"""`ttnorm reproduce`: the paper's tables and figures from folders with images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import cli_inputs as inputs
 def reproduce(
     names: Annotated[
         list[str],
-        typer.Argument(help="table1 to table12 but 6, table14, figure1, figure4, figure5, or all."),
+        typer.Argument(help="table1 to table14, figure1, figure4, figure5, or all."),
     ],
     records: Annotated[
         Path, typer.Option(help="The folder of records to add to, and of alpha files.")
@@ -22,6 +22,22 @@ def reproduce(
     work: Annotated[Path, typer.Option(help="A folder for corrupted images.")] = Path("work"),
     cifar10: Annotated[Path | None, typer.Option(help="A folder with CIFAR-10.")] = None,
     cifar100: Annotated[Path | None, typer.Option(help="A folder with CIFAR-100.")] = None,
+    imagenet: Annotated[
+        Path | None,
+        typer.Option(help="A folder with ImageNet: test (or val) and source (or train)."),
+    ] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(help="For ImageNet: NAME, or NAME=FILE with its weights; resnet50 if none."),
+    ] = None,
+    camvid: Annotated[Path | None, typer.Option(help="A folder with CamVid.")] = None,
+    camvid_network: Annotated[
+        Path | None, typer.Option(help="What ttnorm train-segmentation wrote, for --camvid.")
+    ] = None,
+    camvid_severity: Annotated[int, typer.Option(help="Of CamVid's corruptions, 1 to 5.")] = 5,
+    pictures: Annotated[
+        Path | None, typer.Option(help="A folder for pictures of CamVid's dusk and fog.")
+    ] = None,
     textures: Annotated[
         Path | None, typer.Option(help="The folder with frost1.png to frost5.jpg.")
     ] = None,
@@ -33,6 +49,9 @@ def reproduce(
         ),
     ] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Of post-training; 3 if none.")] = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out unreadable images, and count them.")
+    ] = False,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, ...; a GPU if there is one.")
     ] = None,
@@ -43,30 +62,56 @@ def reproduce(
     """
     import dataclasses
 
-    from .bench import reproduce as bench
-    from .bench import tables
+    from .bench import figures, subject, tables
+    from .bench.camvid import CamvidBench
+    from .bench.cifar import CifarBench
     from .bench.experiments import experiments_named
+    from .bench.imagenet import ImageNetBench
     from .bench.records import read_records
+    from .bench.reproduce import Bench
+    from .bench.reproduce import reproduce as run
 
     chosen = experiments_named(names)
-    scale = bench.QUICK if quick else bench.FULL
+    small, large = subject.FULL, subject.FULL
+    if quick:
+        small, large = subject.QUICK, subject.QUICK_LARGE
     if seeds is not None:
-        scale = dataclasses.replace(scale, seeds=seeds)
-    folders = {"cifar10": cifar10, "cifar100": cifar100}
-    given = {name: folder for name, folder in folders.items() if folder is not None}
-    if not given:
-        raise ValueError("Without --cifar10 or --cifar100, a folder with it, nothing can be run.")
+        small, large = (dataclasses.replace(scale, seeds=seeds) for scale in (small, large))
+    if not any((cifar10, cifar100, imagenet, camvid)):
+        raise ValueError(
+            "Without --cifar10, --cifar100, --imagenet or --camvid, a folder with it, nothing can "
+            "be run."
+        )
     if quick:
         work = work / "quick"
         records = work / "records"
     for folder in (work, records):
         inputs.check_folder(folder)
     where = inputs.device(device)
-    benches = {
-        name: bench.Bench(name, folder, work, records / "alphas", textures, where, scale)
-        for name, folder in given.items()
+    places = (work, records / "alphas", textures, where)
+    benches: dict[str, Bench] = {
+        name: CifarBench(name, folder, *places, small)
+        for name, folder in {"cifar10": cifar10, "cifar100": cifar100}.items()
+        if folder is not None
     }
-    bench.reproduce(list(chosen), benches, records)
+    if imagenet is not None:
+        for named in network or ["resnet50"]:
+            name, _, file = named.partition("=")
+            weights = Path(file) if file else None
+            benches[name] = ImageNetBench(
+                name, weights, imagenet, *places, large, skip_bad=skip_bad
+            )
+    if camvid is not None:
+        if camvid_network is None:
+            raise ValueError("--camvid needs --camvid-network: run ttnorm train-segmentation.")
+        options = {"severity": camvid_severity, "skip_bad": skip_bad}
+        benches["camvid"] = CamvidBench(camvid_network, camvid, *places, large, **options)  # type: ignore[arg-type]
+    run(list(chosen), benches, records)
+    scenes = benches.get("camvid")
+    if pictures is not None and isinstance(scenes, CamvidBench):
+        pictures.mkdir(parents=True, exist_ok=True)
+        for domain in ("dusk", "fog"):
+            figures.save(scenes.picture(domain), pictures / f"camvid-{domain}.png")
     console = Console()
     everything = read_records([records])
     for experiment in chosen.values():

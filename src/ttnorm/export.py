@@ -44,6 +44,11 @@ def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
     state: tuple[Tensor, ...] = ()
     with _eval_mode(model), torch.no_grad():
         if STREAM in model.__dict__:
+            if stream_of(model).routes is not None:
+                raise ValueError(
+                    "A routed memory looks for domains between forwards, which a graph cannot. "
+                    "Export with stream_(model, memory='balanced')."
+                )
             remembering = copy.deepcopy(model)
             remembering(example)  # how many classes there are, and with that the state's shape
             stream_of(model).use_cells(stream_of(remembering).cells)

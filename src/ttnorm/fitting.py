@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import kernels
 from .artefact import read_safetensors, write_atomically
-from .augment import Drawn, numbers_drawn
+from .augment import Drawn, moves_pixels, numbers_drawn
 from .batches import Loader, Loss, batches, cross_entropy, scalar
 from .capture import Repeated
 from .distributed import rank, world_size
@@ -157,6 +157,8 @@ class Fit:
         sums, count = torch.zeros(2, device=self.device), 0
         pairs = itertools.islice(batches(loader, self.device), self.config.steps_per_epoch)
         for x, y in pairs:
+            if done == count == 0:
+                self._warn_of_moves(y)
             self._set_lr((done + (count / steps if steps else 0)) / self.config.epochs)
             sums += self._step(x, y, generator, check=count == 0 or x.is_cpu)
             count += 1
@@ -175,6 +177,14 @@ class Fit:
         row |= {"alpha_mean": theta.mean().item(), "seconds": time.monotonic() - started}
         self.history.append(row)
         logger.info("post-training: %s", row)
+
+    def _warn_of_moves(self, y: Tensor) -> None:
+        if y.dim() > 2 and moves_pixels(self.shift.keywords["augment"]):
+            logger.warning(
+                "post-training: every pixel has a label, and the shift moves pixels without their "
+                "labels. Pass one that does not, such as "
+                "augment=functools.partial(ttnorm.domain_shift, parts=('jitter', 'blur'))."
+            )
 
     def _step(self, x: Tensor, y: Tensor, generator: Generator, check: bool) -> Tensor:
         config = self.config

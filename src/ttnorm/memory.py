@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,23 @@ from torch.utils.hooks import RemovableHandle
 
 from .functional import batch_moments, mix_moments, normalise
 from .native import moment_dtype
-from .pooling import Moments, average, cell_moments, remember, share_of_new, shares
-from .surgery import ttn_layers
+from .pooling import (
+    Moments,
+    average,
+    cell_moments,
+    in_units,
+    remember,
+    share_of_new,
+    shares,
+)
+from .routes import Routes
+from .routing import Content
+from .shallow import describe_frames
+from .surgery import CONTENT, ttn_layers, unwrap
 
-FARTHEST = 10.0  # standard deviations of the source: no frame's moments count as further away
 NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in its own statistics
 BEGINNING = 0.25  # of the window: how long a batch has a say beside a balanced memory
-MEMORIES = ("pool", "balanced")
+MEMORIES = ("pool", "balanced", "routed")
 Id = Hashable
 
 
@@ -35,9 +46,11 @@ class StreamConfig:
         window: frames that are remembered, roughly: their weight falls exponentially.
         memory: "balanced" remembers frames by predicted class and counts all classes alike, so that
             a run of one class does not take over; "pool" remembers all frames alike, for networks
-            that predict no class.
+            that predict no class; "routed" is "balanced" for each of the domains that alternate or
+            mix in a stream, which it tells apart by what enters the first layers.
         source: frames that the source counts for at the beginning.
         buckets: that classes are remembered in, at most: class c in bucket c modulo their number.
+        slots: domains that a routed memory holds, at most.
         max_streams: that are remembered at once; the one unused for longest is forgotten first.
     """
 
@@ -45,12 +58,13 @@ class StreamConfig:
     memory: str = "balanced"
     source: float = 4.0
     buckets: int = 10
+    slots: int = 8
     max_streams: int = 64
 
     def __post_init__(self) -> None:
         if self.memory not in MEMORIES:
             raise ValueError(f"memory is {self.memory!r}, expected {' or '.join(MEMORIES)}.")
-        for name in ("window", "buckets", "max_streams"):
+        for name in ("window", "buckets", "slots", "max_streams"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1.")
         if not self.source > 0:
@@ -73,7 +87,11 @@ class Stream:
         self.unit_var = self._flat([layer.running_var for layer in self.layers]).clamp_min(1e-12)
         self.unit = self.unit_var.sqrt()
         # parts of a memory, each with its part of the window: no more than there are classes
-        self.cells = config.buckets if config.memory == "balanced" else 1
+        self.cells = 1 if config.memory == "pool" else config.buckets
+        self.routes = None  # a memory for every domain of a stream
+        if config.memory == "routed":
+            self.routes = Routes(_content_on(model, self.source_mean), config.slots)
+        self.slots = 1 if self.routes is None else self.routes.slots
         self.rows: dict[Id, int] = {}  # of streams, in the order of their last use
         self.state = self._blank(1)
         self.frames: _Frames | None = None  # of the forward in progress
@@ -104,11 +122,17 @@ class Stream:
         samples = x.shape[0]  # an exporter takes a len() for a constant
         if len(self.ids) not in (1, samples):
             raise ValueError(f"{len(self.ids)} ids for a batch of {samples}: expected one each.")
-        group = self.group.expand(samples)
+        group, described = self.group.expand(samples), None
         with torch.no_grad():
             counts = _usable(x).to(self.dtype)
-            share, new = shares(group, counts, len(self.active))
-            memory = average(self.state["mean"][self.active], self.state["var"][self.active])
+            if self.routes is not None:
+                shallow = partial(model.forward, *args, **kwargs)
+                described = self.routes.whiten(describe_frames(self.layers, shallow))
+                slot = self.routes.slot(self.state, self.active[group], described)
+                group = group * self.slots + slot
+            share, new = shares(group, counts, len(self.active) * self.slots)
+            shape = (len(self.active) * self.slots, self.cells, -1)
+            memory = average(*(self.state[n][self.active].view(shape) for n in ("mean", "var")))
             trust = self._trust_in_batch(new)[:, None]
         alpha = self._flat([layer.alpha for layer in self.layers])
         # three are mixed, source, memory and batch: the first two here, for all layers at once
@@ -121,6 +145,7 @@ class Stream:
             group,
             counts,
             share,
+            described,
             # a GPU is not asked, for it would have to be waited for, and a compiler cannot be
             mixing=x.is_cuda or torch.compiler.is_compiling() or bool((trust > 0).any()),
             per_layer=[*zip(*(t.split(self.sizes, -1) for t in per_layer), strict=True)],
@@ -132,7 +157,8 @@ class Stream:
             trust, _ = share_of_new(self.state["count"][self.active, 0], new, self.config.window)
         else:
             # its labels may be all alike, so it helps out only as long as little has been seen
-            seen = self.state["seen"][self.active] / (BEGINNING * self.config.window)
+            seen = self.state["slot_seen" if self.routes else "seen"][self.active].flatten()
+            seen = seen / (BEGINNING * self.config.window)
             trust = (1 - seen).clamp_min(0) * new / (new + self.config.source)
         return torch.where(trust < NEGLIGIBLE, 0.0, trust)
 
@@ -153,7 +179,7 @@ class Stream:
             frames = batch_moments(x.detach(), 1)
             now.moments[index] = frames  # of its last use, where a layer has several
             if now.mixing:
-                frames = _in_units(*frames, source_mean, unit)
+                frames = in_units(*frames, source_mean, unit)
                 batch = cell_moments(now.share, now.group, *frames)
                 batch = (torch.addcmul(source_mean, batch[0], unit), batch[1] * unit.square())
         if now.mixing:
@@ -168,23 +194,39 @@ class Stream:
         """After a forward: remember its frames."""
         now, self.frames = self.frames, None
         assert now is not None
-        mean, var = _in_units(*self._moments(now), self.source_mean, self.unit)
-        cells = now.group
-        if self.config.memory == "balanced":
+        mean, var = in_units(*self._moments(now), self.source_mean, self.unit)
+        cells, counts = now.group, now.counts
+        if self.config.memory != "pool":
             cells = cells * self._cells_for(output) + output.argmax(1) % self.cells
-        share, new = shares(cells, now.counts, len(self.active) * self.cells)
+        if self.routes is not None:  # a frame of no domain is in no memory
+            counts = counts * (now.group % self.slots < self.routes.domains)
+        number = len(self.active) * self.slots
+        share, new = shares(cells, counts, number * self.cells)
         names = ("count", "mean", "var")
         before = {name: self.state[name][self.active].flatten(0, 1) for name in names}
         new_mean, new_var = cell_moments(share, cells, mean, var)
         window = max(1.0, self.config.window / self.cells)
         after = remember(**before, new=new, new_mean=new_mean, new_var=new_var, window=window)
-        shape = (len(self.active), self.cells)
         for name, value in zip(names, after, strict=True):
-            self.state[name][self.active] = value.unflatten(0, shape)
-        taken = new.view(shape).sum(1).long()
+            self.state[name][self.active] = value.unflatten(0, (len(self.active), -1))
+        streams = now.group // self.slots
+        if self.routes is not None and now.described is not None:
+            by_slot = new.view(-1, self.slots, self.cells).sum(2).long()
+            self.state["slot_seen"][self.active] += by_slot
+            frames = (self.active[streams], now.described, now.group % self.slots, now.counts)
+            self.routes.remember(self.state, *frames)
+        taken = shares(streams, now.counts, len(self.active))[1].long()
+        every = shares(streams, torch.ones_like(now.counts), len(self.active))[1].long()
         self.state["seen"][self.active] += taken
-        ones = torch.ones_like(now.counts)
-        self.state["rejected"][self.active] += shares(now.group, ones, shape[0])[1].long() - taken
+        self.state["rejected"][self.active] += every - taken
+        if not (now.group.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.find_domains()
+
+    @torch.no_grad()
+    def find_domains(self) -> None:
+        """Of the streams that were last seen, if it is time for that; routed memories have some."""
+        if self.routes is not None:
+            self.routes.look(self.state, self.active, self._blank(1))
 
     def _moments(self, now: _Frames) -> Moments:
         """Of every sample in every channel, (N, T)."""
@@ -216,6 +258,8 @@ class Stream:
     def to(self, device: torch.device) -> None:
         for name in ("source_mean", "unit", "unit_var", "active", "group"):
             setattr(self, name, getattr(self, name).to(device))
+        if self.routes is not None:
+            self.routes.to(device)
         self.state = {name: t.to(device) for name, t in self.state.items()}
 
     def reset(self, ids: Sequence[Id] | None = None) -> None:
@@ -246,8 +290,9 @@ class Stream:
                 f"The state has {len(ids)} streams, expected at most {self.config.max_streams}: "
                 "stream_(model, max_streams=...)."
             )
-        if 1 <= state["count"].shape[-1] < self.cells:
-            self.cells = state["count"].shape[-1]  # the network has fewer classes than buckets
+        if 1 <= state["count"].shape[-1] // self.slots < self.cells:
+            # the network has fewer classes than buckets
+            self.cells = state["count"].shape[-1] // self.slots
         for name, tensor in self._blank(1).items():
             wanted = (len(ids), *tensor.shape[1:])
             if state[name].shape != wanted:
@@ -283,14 +328,17 @@ class Stream:
 
     def _blank(self, streams: int) -> dict[str, Tensor]:
         """Streams that have seen nothing."""
-        like, cells = self.source_mean, self.cells
-        return {
+        like, cells = self.source_mean, self.slots * self.cells
+        state = {
             "mean": like.new_zeros(streams, cells, len(like)),
             "var": like.new_ones(streams, cells, len(like)),
-            "count": like.new_full((streams, cells), self.config.source / cells),
+            "count": like.new_full((streams, cells), self.config.source / self.cells),
             "seen": like.new_zeros(streams, dtype=torch.long),
             "rejected": like.new_zeros(streams, dtype=torch.long),
         }
+        if self.routes is not None:
+            state |= self.routes.blank(streams)
+        return state
 
 
 @dataclasses.dataclass
@@ -298,9 +346,10 @@ class _Frames:
     """A forward in progress.
 
     Args:
-        group: which of the active streams a sample belongs to, (N,).
+        group: which slot of the active streams a sample belongs to, (N,).
         counts: 1, or 0 for a sample that is not to be remembered, (N,).
         share: of each sample in its stream's part of the batch, (streams, N).
+        described: what it was routed by, (N, D).
         mixing: whether any batch has a say in its own statistics.
         per_layer: mean and variance of source and memory, alpha of the batch, (streams, C) each,
             and the source's mean and standard deviation, (C,).
@@ -310,17 +359,20 @@ class _Frames:
     group: Tensor
     counts: Tensor
     share: Tensor
+    described: Tensor | None
     mixing: bool
     per_layer: list[tuple[Tensor, ...]]
     moments: dict[int, Moments] = dataclasses.field(default_factory=dict)
 
 
-def _in_units(mean: Tensor, var: Tensor, source_mean: Tensor, unit: Tensor) -> Moments:
-    """Moments in units of the source, within bounds."""
-    mean, var = (mean - source_mean) / unit, var / (unit * unit)
-    # what is not a number counts as the source, and infinity as far away
-    mean = mean.nan_to_num(0.0).clamp(-FARTHEST, FARTHEST)
-    return mean, var.nan_to_num(1.0).clamp(0.0, FARTHEST**2)
+def _content_on(model: nn.Module, like: Tensor) -> Content:
+    content: Content | None = unwrap(model).__dict__.get(CONTENT)
+    if content is None:
+        raise ValueError(
+            "It is not known how source images vary, which a routed memory needs. Post-train the "
+            "network again and save its alpha file anew, or use memory='balanced'."
+        )
+    return Content(*(t.to(like) for t in content))
 
 
 def _usable(x: Tensor) -> Tensor:

@@ -124,6 +124,12 @@ NORMS: dict[str, Norm] = {
         alpha_file="ttn",
         remembers=True,
     ),
+    "ttn-routed": Norm(
+        function=ttn_stream,
+        options={"memory": "routed", "window": 200},
+        alpha_file="ttn",
+        remembers=True,
+    ),
     "ttn-pool": Norm(
         function=ttn_stream,
         options={"memory": "pool", "window": 200},

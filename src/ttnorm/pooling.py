@@ -14,6 +14,24 @@ from torch import Tensor
 from .functional import mix_moments
 
 Moments = tuple[Tensor, Tensor]
+FARTHEST = 10.0  # standard deviations of the source: no frame's moments count as further away
+
+
+def in_units(mean: Tensor, var: Tensor, source_mean: Tensor, unit: Tensor) -> Moments:
+    """Moments in units of the source, within bounds.
+
+    Args:
+        unit: the source's standard deviation.
+
+    Example:
+        >>> mean, var, source_mean, unit = torch.tensor([[3.0], [4.0], [1.0], [2.0]])
+        >>> in_units(mean, var, source_mean, unit)
+        (tensor([1.]), tensor([1.]))
+    """
+    mean, var = (mean - source_mean) / unit, var / (unit * unit)
+    # what is not a number counts as the source, and infinity as far away
+    mean = mean.nan_to_num(0.0).clamp(-FARTHEST, FARTHEST)
+    return mean, var.nan_to_num(1.0).clamp(0.0, FARTHEST**2)
 
 
 def shares(cells: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,8 @@ from .distributed import world_size
 from .fitting import Checkpoint, Fit, as_json
 from .prior import estimate_prior
 from .reproducible import reproducible, warn_of_lasting_workers
-from .surgery import borrowed, convert_, remember_config
+from .shallow import content_of
+from .surgery import CONTENT, borrowed, convert_, remember_config, unwrap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,6 +183,8 @@ def post_train_(
     shift = _shift(config, augment, mean, std)
     result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
     convert_(model, result.alpha)
+    with reproducible(loader, config.seed, epoch=0):
+        unwrap(model).__dict__[CONTENT] = content_of(model, loader)
     names = {key: identity[key] for key in ("prior augmentation", "augmentation")}
     remember_config(model, as_json(config) | names)
     return result

@@ -23,7 +23,7 @@ from .pooling import average
 from .surgery import STREAM, end_stream_, unwrap
 
 FORMAT = "ttnorm-stream"
-STATE = ("mean", "var", "count", "seen", "rejected")  # what is remembered of every stream
+STATE = ("mean", "var", "count", "seen", "rejected")  # what an exported graph takes and gives
 
 
 def stream_(model: nn.Module, **options: Any) -> nn.Module:
@@ -91,6 +91,14 @@ def streams(model: nn.Module, ids: Sequence[Id]) -> Iterator[nn.Module]:
         stream.select(before)
 
 
+def find_domains(model: nn.Module) -> None:
+    """Have a routed memory look for domains in its last frames, if it is time for that.
+
+    A forward does it by itself, but not one that is replayed from a CUDA graph.
+    """
+    stream_of(model).find_domains()
+
+
 def save_stream(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write what a network remembers to a safetensors file, for another process to go on with.
 
@@ -129,29 +137,35 @@ class Health:
         effective_count: frames that its memory is worth.
         frames: that it has remembered.
         rejected: frames that it has not, for they were not finite or of one colour.
+        domains: that are told apart in it; 1 unless its memory is routed.
     """
 
     shift: float
     effective_count: float
     frames: int
     rejected: int
+    domains: int
 
 
 @torch.no_grad()
 def health(model: nn.Module) -> dict[Id, Health]:
     """How every stream is doing, the one unused for longest first."""
     stream = stream_of(model)
-    state = stream.state
-    mean, var = average(state["mean"], state["var"])
+    state, slots = stream.state, stream.slots
+    in_slots = {name: state[name].unflatten(1, (slots, -1)) for name in ("mean", "var", "count")}
+    mean, var = average(in_slots["mean"], in_slots["var"])
     alpha = torch.cat([layer.alpha for layer in stream.layers]).to(mean)
     divergence = 0.5 * (var + mean.square() - 1 - var.clamp_min(1e-6).log())
-    shift = (divergence * alpha).sum(1) / alpha.sum().clamp_min(1e-12)
-    columns = (shift.double(), state["count"].sum(1), state["seen"], state["rejected"])
-    table = torch.stack(columns, 1).tolist()
+    shift = (divergence * alpha).sum(2) / alpha.sum().clamp_min(1e-12)
+    used = state["slot_seen"] if stream.routes else torch.ones_like(shift)
+    share = used / used.sum(1, keepdim=True).clamp_min(1)
+    count = (in_slots["count"].sum(2) * (used > 0)).sum(1)
+    columns = ((shift * share).sum(1), count, state["seen"], state["rejected"], (used > 0).sum(1))
+    table = torch.stack([column.double() for column in columns], 1).tolist()
     return {
-        one: Health(table[row][0], table[row][1], int(table[row][2]), int(table[row][3]))
+        one: Health(*table[row][:2], *map(int, table[row][2:]))
         for one, row in stream.rows.items()
-        if any(table[row][2:])
+        if any(table[row][2:4])
     }
 
 
@@ -166,7 +180,7 @@ def stream_state(model: nn.Module, id: Id = None) -> dict[str, Tensor]:
     if id not in stream.rows:
         raise ValueError(f"There is no stream {id!r}; there are {list(stream.rows)}.")
     row = stream.rows[id]
-    return {name: stream.state[name][row : row + 1].clone() for name in STATE}
+    return {name: t[row : row + 1].clone() for name, t in stream.state.items()}
 
 
 def stream_of(model: nn.Module) -> Stream:

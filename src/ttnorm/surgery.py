@@ -30,6 +30,7 @@ from .layers import (
 )
 
 STREAM = "_ttnorm_stream"  # the attribute of a network that remembers: see `stream`
+CONTENT = "_ttnorm_content"  # and of one that knows how source images vary: see `shallow`
 # By name, so that neither torchvision nor timm has to be installed.
 _CONVERTED: dict[str, type[TTNormBase]] = {
     "torch.nn.modules.batchnorm.BatchNorm1d": TTNorm1d,
@@ -91,6 +92,7 @@ def revert_(model: nn.Module) -> nn.Module:
     for layer in layers.values():
         _revert(layer)
     remember_config(model, None)
+    unwrap(model).__dict__.pop(CONTENT, None)
     return model
 
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from ttnorm.data.cifar import load_cifar
-from ttnorm.data.cifar_c import load_corrupted
+from ttnorm.data.corrupted import load_corrupted
 from ttnorm.data.loader import DeviceLoader
 
 

@@ -91,6 +91,13 @@ def test_a_second_call_adds_nothing_and_sequential_is_the_same(ttnorm, corrupted
     assert [r["wrong"] for r in grouped] == [r["wrong"] for r in sequential]
 
 
+def test_without_a_wish_norms_are_those_that_alpha_files_allow(ttnorm, corrupted, tmp_path):
+    line = EVALUATE.replace("--norm source --norm tbn ", "").replace("--batch-size 1", "")
+    assert ttnorm(line)[0] == 0
+    norms = {r["norm"] for r in read_records([tmp_path / "r.jsonl"])}
+    assert norms == {"source", "tbn", "alpha-bn", "adaptive-bn", "mixnorm"}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -173,10 +173,22 @@ def test_the_network_is_not_changed(network, run):
 def test_a_network_in_train_mode_is_only_looked_at(network):
     network.model.train()
     before = {name: t.clone() for name, t in network.model.state_dict().items()}
-    assert bench.classes_of(network.model, 32) == 10
+    assert bench.classes_of(network.model, (32, 32)) == 10
     assert network.model.training
     after = network.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_network_is_asked_once_for_its_classes(network, monkeypatch):
+    assert network.classes((32, 32)) == 10
+    monkeypatch.setattr(bench, "classes_of", lambda *_: pytest.fail("it was asked again"))
+    assert network.classes((32, 32)) == 10
+
+
+def test_large_images_run_in_smaller_parts(network, monkeypatch):
+    monkeypatch.setitem(bench.PIXELS_AT_ONCE, "cpu", 9 * 32 * 32)
+    run = bench._Run(network, small_network.domains(), Job(norm="tbn", batch_size=4), True)
+    assert run.samples == 8
 
 
 class TestErrors:

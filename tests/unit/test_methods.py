@@ -6,11 +6,14 @@ import pytest
 import small_network
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import ttnorm
 from ttnorm.augment import prior_shift
 from ttnorm.data.loader import DeviceLoader
+from ttnorm.methods import METHODS
 from ttnorm.methods.cotta import cotta
+from ttnorm.methods.setting import Setting
 from ttnorm.methods.step import FlatParameters, batch_means
 from ttnorm.methods.swr import gradient_agreement, swr
 from ttnorm.methods.tent import tent
@@ -34,9 +37,12 @@ def entropy(output):
     return -(p * p.log()).sum(1)
 
 
-def naive(model, parameters, loss, x, batch_size, lr=0.01, after=lambda: None):
-    """Backward after every batch, a step of Adam after every window; the outputs."""
-    optimiser = torch.optim.Adam(parameters, lr=lr)
+def naive(model, parameters, loss, x, batch_size, lr=0.01, after=lambda: None, momentum=None):
+    """Backward after every batch, a step after every window; the outputs."""
+    if momentum is None:
+        optimiser = torch.optim.Adam(parameters, lr=lr)
+    else:
+        optimiser = torch.optim.SGD(parameters, lr=lr, momentum=momentum)
     outputs, seen = [], 0
     for batch in x.split(batch_size):
         output = model(batch)
@@ -65,6 +71,65 @@ def test_tent(batch_size, alpha):
     same(method(x), naive(other, parameters, lambda y: entropy(y).mean(), x, batch_size))
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         same(ours, theirs)
+
+
+def test_tent_with_momentum_instead_of_adam():
+    x, model, other = stream(), converted(), converted()
+    method = tent(model, 4, lr=0.01, momentum=0.9, window=WINDOW)
+    parameters = [p for m in ttn_layers(other).values() for p in (m.weight, m.bias)]
+    expected = naive(other, parameters, lambda y: entropy(y).mean(), x, 4, momentum=0.9)
+    same(method(x), expected)
+
+
+def per_pixel(alpha=0.3):
+    """A network that predicts one of 5 classes for every pixel."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 1))
+    return ttnorm.convert_(model.double(), alpha)
+
+
+@pytest.mark.parametrize("name", ["tent", "swr"])
+def test_predictions_of_pixels_count_alike(name):
+    x, model, other = stream(24), per_pixel(), per_pixel()
+    weights = {n: 0.5 for n, _ in model.named_parameters()}
+    options = {} if name == "tent" else {"weights": weights, "strength": 0.0}
+    method = METHODS[name].make(model, 4, lr=0.01, window=WINDOW, **options)
+    parameters = [other[1].weight, other[1].bias] if name == "tent" else list(other.parameters())
+
+    def loss(y):
+        flat = y.movedim(1, -1).flatten(0, -2)  # every pixel is a sample
+        if name == "tent":
+            return entropy(flat).mean()
+        mean = flat.softmax(1).mean(0)
+        return 0.2 * entropy(flat).mean() + 0.25 * (mean * mean.log()).sum()
+
+    same(method(x), naive(other, parameters, loss, x, 4))
+
+
+@pytest.mark.parametrize(
+    ("method", "setting", "expected"),
+    [
+        ("tent", Setting(), {"lr": 1e-3}),
+        ("tent", Setting(scenario="continual"), {"lr": 1e-4}),
+        ("tent", Setting(task="imagenet"), {"lr": 2.5e-4, "momentum": 0.9, "window": 64}),
+        ("tent", Setting(task="imagenet", norm="ttn"), {"lr": 5e-6, "momentum": 0.9, "window": 64}),
+        ("tent", Setting(task="segmentation", batch_size=2), {"lr": 1e-6, "window": 2}),
+        ("swr", Setting(), {"lr": 1e-3, "stable": False}),
+        ("swr", Setting(scenario="mixed"), {"lr": 5e-5, "stable": True}),
+        (
+            "swr",
+            Setting(task="imagenet", batch_size=16),
+            {"lr": 2.5e-6, "momentum": 0.9, "window": 64},
+        ),
+        (
+            "swr",
+            Setting(task="segmentation", batch_size=4),
+            {"lr": 1e-6, "strength": 500.0, "window": 4},
+        ),
+    ],
+)
+def test_settings_are_the_papers(method, setting, expected):
+    assert METHODS[method].settings(setting) == expected
 
 
 def test_tent_changes_gamma_and_beta_alone():
@@ -157,8 +222,8 @@ def test_ttn_online(batch_size):
 def test_ttn_online_updates_after_every_batch_with_the_papers_rate():
     assert ttn_online(converted(), 16).room == 16
     for size, rate in RATES.items():
-        assert settings("single", size, 10, True) == {"lr": rate}
-    assert settings("single", 190, 10) == {"lr": 1e-2}
+        assert settings(Setting(batch_size=size)) == {"lr": rate}
+    assert settings(Setting(batch_size=190)) == {"lr": 1e-2}
 
 
 def test_cotta_without_views_and_restoring():

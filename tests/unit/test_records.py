@@ -8,7 +8,7 @@ from ttnorm.bench.records import FIELDS, RecordFile, read_records
 
 
 def record(norm="ttn", **values):
-    return dict.fromkeys(sorted(FIELDS), 0) | {"norm": norm} | values
+    return dict.fromkeys(sorted(FIELDS), 0) | {"norm": norm, "wrong": 0} | values
 
 
 def test_what_was_written_is_read(tmp_path):

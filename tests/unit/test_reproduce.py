@@ -4,10 +4,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ttnorm.bench import tables
+from ttnorm.bench.cifar import CifarBench
 from ttnorm.bench.experiments import EXPERIMENTS, experiments_named, parts
 from ttnorm.bench.records import read_records, variant_of
-from ttnorm.bench.reproduce import Bench, Scale, reproduce
+from ttnorm.bench.reproduce import reproduce
 from ttnorm.bench.scenarios import SCENARIOS
+from ttnorm.bench.subject import Scale
 from ttnorm.bench.variants import VARIANTS
 from ttnorm.cli import app
 from ttnorm.demo import ASSETS
@@ -49,8 +51,8 @@ def test_true_corruptions_are_thirty_post_trainings():
 
 def test_all_is_all():
     assert experiments_named(["all"]) == EXPERIMENTS
-    with pytest.raises(ValueError, match="There is no experiment 'table6'"):
-        experiments_named(["table1", "table6"])
+    with pytest.raises(ValueError, match="There is no experiment 'table16'"):
+        experiments_named(["table1", "table16"])
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def bench(tmp_path):
         corruptions=("contrast",), images=8, train=200, epochs=1, seeds=1, batch_sizes=(4,)
     )
     folders = (ASSETS / "cifar10", tmp_path / "work", tmp_path / "alphas")
-    return {"cifar10": Bench("cifar10", *folders, None, "cpu", scale)}
+    return {"cifar10": CifarBench("cifar10", *folders, None, "cpu", scale)}
 
 
 def test_an_experiment_runs_once(bench, tmp_path, caplog):

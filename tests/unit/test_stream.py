@@ -10,8 +10,12 @@ from torch import nn
 
 import ttnorm
 from ttnorm import StreamConfig
-from ttnorm.memory import FARTHEST
+from ttnorm.memory import MEMORIES
+from ttnorm.pooling import FARTHEST
+from ttnorm.routes import EVERY, FIRST, RECENT
+from ttnorm.shallow import content_of
 from ttnorm.stream import stream_of
+from ttnorm.surgery import CONTENT
 
 
 @pytest.fixture
@@ -21,7 +25,9 @@ def network(small_network):
         for name, layer in small_network.named_modules()
         if isinstance(layer, nn.BatchNorm2d)
     }
-    return ttnorm.convert_(small_network, alphas)
+    model = ttnorm.convert_(small_network, alphas)
+    model.__dict__[CONTENT] = content_of(model, [(frames(200), torch.zeros(200))])
+    return model
 
 
 def frames(count, low=0.2, high=0.7):
@@ -80,7 +86,7 @@ def test_the_pool_is_an_exponential_window_over_the_frames(network, sizes):
         torch.testing.assert_close(network(x), reference(x), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("memory", ["pool", "balanced"])
+@pytest.mark.parametrize("memory", MEMORIES)
 def test_batch_size_hardly_matters(network, memory):
     """After a window's worth of frames, one frame at a time gives what batches of 50 give."""
     x = frames(400)
@@ -96,15 +102,15 @@ def test_batch_size_hardly_matters(network, memory):
         assert distance < 0.1 * (alone - by_size[50]).abs().mean()
 
 
-@pytest.mark.parametrize("memory", ["pool", "balanced"])
-def test_alpha_zero_is_plain_batchnorm(small_network, memory):
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_alpha_zero_is_plain_batchnorm(network, memory):
     x = frames(12)
-    expected = small_network(x)
-    model = ttnorm.stream_(ttnorm.convert_(small_network, 0.0), memory=memory)
+    expected = ttnorm.revert_(copy.deepcopy(network))(x)
+    model = ttnorm.stream_(ttnorm.convert_(network, 0.0), memory=memory)
     torch.testing.assert_close(outputs(model, x, 5), expected)
 
 
-@pytest.mark.parametrize("memory", ["pool", "balanced"])
+@pytest.mark.parametrize("memory", MEMORIES)
 def test_the_first_frames_are_nearly_plain_batchnorm(network, memory):
     x = frames(1)
     offline = network(x)
@@ -115,7 +121,7 @@ def test_the_first_frames_are_nearly_plain_batchnorm(network, memory):
     assert (first - plain).abs().max() < 0.5 * (offline - plain).abs().max()
 
 
-@pytest.mark.parametrize("memory", ["pool", "balanced"])
+@pytest.mark.parametrize("memory", MEMORIES)
 def test_many_streams_in_one_forward_are_as_if_each_ran_alone(network, memory):
     a, b, c = frames(30), frames(30, 0.0, 0.2), frames(30, 0.6, 1.0)
     ttnorm.stream_(network, memory=memory)
@@ -191,7 +197,62 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("memory", ["pool", "balanced"])
+class TestRouted:
+    def test_domains_that_alternate_are_told_apart(self, network):
+        """As if each had a stream of its own, once there were a few frames of both."""
+        ttnorm.stream_(network, memory="routed", window=40)
+        dark, light = frames(80, 0.0, 0.2), frames(80, 0.5, 1.0)
+        x = torch.stack((dark, light), 1).flatten(0, 1)
+        routed = outputs(network, x, 1)
+        assert ttnorm.health(network)[None].domains == 2
+        ttnorm.stream_(network, memory="balanced", window=40)
+        one = outputs(network, x, 1)
+        ttnorm.reset_stream_(network)
+        oracle = outputs(network, x, 1, ["dark", "light"] * 80)
+        late = slice(4 * FIRST, None)
+        assert (routed - oracle)[late].norm() < 0.3 * (one - oracle)[late].norm()
+
+    def test_a_stream_of_one_domain_has_one(self, network):
+        ttnorm.stream_(network, memory="routed")
+        x = frames(160)
+        routed = outputs(network, x, 4)
+        assert ttnorm.health(network)[None].domains == 1
+        ttnorm.stream_(network, memory="balanced")
+        torch.testing.assert_close(routed, outputs(network, x, 4), atol=2e-2, rtol=0)
+
+    def test_a_frame_of_no_domain_is_in_no_memory(self, network):
+        ttnorm.stream_(network, memory="routed")
+        outputs(network, frames(5 * EVERY), 4)
+        before = stream_of(network).state["mean"].clone()
+        network(frames(1, -50.0, 50.0))
+        assert torch.equal(stream_of(network).state["mean"], before)
+        assert ttnorm.health(network)[None].frames == 5 * EVERY + 1
+
+    def test_a_domain_that_does_not_come_any_more_is_forgotten(self, network):
+        ttnorm.stream_(network, memory="routed")
+        outputs(network, torch.cat((frames(64, 0.0, 0.2), frames(64, 0.5, 1.0))), 8)
+        assert ttnorm.health(network)[None].domains == 2
+        outputs(network, frames(RECENT, 0.5, 1.0), 32)
+        assert ttnorm.health(network)[None].domains == 1
+
+    def test_needs_to_know_how_source_images_vary(self, small_network, tmp_path):
+        model = ttnorm.convert_(small_network, 0.3)
+        with pytest.raises(ValueError, match="not known how source images vary"):
+            ttnorm.stream_(model, memory="routed")
+        loader = [(frames(16), torch.randint(4, (16,)))]
+        ttnorm.post_train_(model, loader, ttnorm.PostTrainConfig(epochs=0))
+        ttnorm.save(model, tmp_path / "alpha")
+        other = ttnorm.load_(ttnorm.revert_(copy.deepcopy(model)), tmp_path / "alpha")
+        ttnorm.stream_(other, memory="routed")
+        assert other(frames(3)).shape == (3, 4)
+
+    def test_cannot_be_exported(self, network):
+        ttnorm.stream_(network, memory="routed")
+        with pytest.raises(ValueError, match="memory='balanced'"):
+            ttnorm.export.to_exported_program(network, frames(2))
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
 class TestBadFrames:
     @pytest.mark.parametrize("kind", BAD)
     def test_are_rejected_and_leave_no_trace(self, network, memory, kind):
@@ -287,7 +348,7 @@ class TestManyStreams:
 
 
 class TestState:
-    @pytest.mark.parametrize("memory", ["pool", "balanced"])
+    @pytest.mark.parametrize("memory", MEMORIES)
     def test_goes_on_in_another_process(self, network, memory, tmp_path):
         other = copy.deepcopy(network)
         ttnorm.stream_(network, memory=memory, window=30)

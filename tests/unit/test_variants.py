@@ -7,7 +7,7 @@ import torch
 from ttnorm import artefact
 from ttnorm.bench.records import variant_of
 from ttnorm.bench.variants import VARIANTS, Source, fit_variant
-from ttnorm.data.cifar import Images
+from ttnorm.data.images import Images
 from ttnorm.models import zoo
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture import Repeated
-from ..stream import reset_stream_, streams
+from ..stream import find_domains, reset_stream_, streams
 from .scenarios import Segment
 
 
@@ -48,8 +48,8 @@ def alongside(
                         torch.cat([s.domains[cut] for s in together]),
                         torch.cat([s.images[cut] for s in together]),
                     )
-                    for part, classes in zip(
-                        predicted, forward(x).argmax(1).split(sizes), strict=True
-                    ):
-                        part.append(classes)
+                    classes = forward(x).argmax(1).split(sizes)
+                    find_domains(model)  # which no recorded forward does
+                    for part, found in zip(predicted, classes, strict=True):
+                        part.append(found)
         yield from ((s, torch.cat(part)) for s, part in zip(together, predicted, strict=True))

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import artefact
+from ..data.images import VOID
 from ..methods import method_named
+from ..methods.setting import Setting
 from ..norms import apply_norm_, norm_named
 from ..progress import Progress
 from ..surgery import device_of
@@ -33,9 +35,12 @@ from ..version import __version__
 from .alongside import alongside
 from .records import Record, RecordFile
 from .scenarios import SCENARIOS, Segment, segments
+from .scores import score
 
 logger = logging.getLogger("ttnorm")
 SAMPLES_AT_ONCE = {"cuda": 2000, "cpu": 200}
+# 96 channels of half the size, as MobileNetV2 has, stay far below 2^31 values
+PIXELS_AT_ONCE = {"cuda": 512 * 224**2, "cpu": 32 * 224**2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +58,17 @@ class Network:
     model: nn.Module
     alpha_files: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     agreement: Mapping[str, float] | None = None
+    _classes: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict, init=False)
+
+    def can_have(self, norm: str) -> bool:
+        """Whether it has the alpha file that a norm needs, if it needs one."""
+        return norm_named(norm).alpha_file in (None, *self.alpha_files)
+
+    def classes(self, size: tuple[int, int]) -> int:
+        """How many classes it tells apart, asked once for every size of images."""
+        if size not in self._classes:
+            self._classes[size] = classes_of(self.model, size)
+        return self._classes[size]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +79,7 @@ class Domains:
         dataset: "cifar10-c", ...
         severity: of the corruptions; 0 for clean images.
         images: uint8 (N, C, H, W) by domain.
-        labels: (N,).
+        labels: (N,), or masks (N, H, W) with VOID where a pixel does not count.
     """
 
     dataset: str
@@ -79,6 +95,18 @@ class Domains:
             domain: hashlib.blake2b(labels + x.cpu().numpy().tobytes()).hexdigest()[:12]
             for domain, x in self.images.items()
         }
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        height, width = next(iter(self.images.values())).shape[-2:]
+        return height, width
+
+    @property
+    def task(self) -> str:
+        """What kind of problem it is, which the paper's settings depend on."""
+        if self.labels.dim() > 1:
+            return "segmentation"
+        return "imagenet" if self.dataset.startswith("imagenet") else "cifar"
 
     def subset(self, count: int) -> Domains:
         """The first `count` images of every domain."""
@@ -140,12 +168,12 @@ def check(network: Network, data: Domains, jobs: Iterable[Job]) -> None:
     kinds = {kind for job in jobs if (kind := _check(job, network, data)) is not None}
     for kind in sorted(kinds):
         artefact.load_(copy.deepcopy(network.model), network.alpha_files[kind])
-    size = next(iter(data.images.values())).shape[-1]
-    classes = classes_of(network.model, size)
-    if int(data.labels.max()) >= classes or int(data.labels.min()) < 0:
+    classes = network.classes(data.image_size)
+    known = data.labels if data.labels.dim() == 1 else data.labels[data.labels != VOID]
+    low, high = int(known.min()), int(known.max())
+    if high >= classes or low < 0:
         raise ValueError(
-            f"{data.dataset} has labels from {int(data.labels.min())} to "
-            f"{int(data.labels.max())}; {network.name} has {classes} classes."
+            f"{data.dataset} has labels from {low} to {high}; {network.name} has {classes} classes."
         )
 
 
@@ -180,9 +208,12 @@ class _Run:
             options["weights"] = network.agreement
         self.method = spec.make(model.eval(), job.batch_size, **options)
         self.model, self.batch_size = model, job.batch_size
+        self.classes = network.classes(data.image_size)
         self.pictures = list(data.images.values())
         self.device = self.pictures[0].device
-        whole = SAMPLES_AT_ONCE.get(self.device.type, 200)
+        height, width = data.image_size
+        kind = self.device.type if self.device.type in SAMPLES_AT_ONCE else "cpu"
+        whole = min(SAMPLES_AT_ONCE[kind], PIXELS_AT_ONCE[kind] // (height * width))
         batches = max(1, whole // job.batch_size) if grouped else 1
         self.samples = batches * job.batch_size
 
@@ -313,10 +344,9 @@ def _score(run: _Run, data: Domains, segment: Segment) -> Record:
 def _outcome(
     run: _Run, data: Domains, segment: Segment, predicted: Tensor, seconds: float
 ) -> Record:
-    wrong = int((predicted != data.labels[segment.images.to(run.device)]).sum())
     undone = run.method.report()
     return {
-        "wrong": wrong,
+        **score(predicted, data.labels[segment.images.to(run.device)], run.classes),
         **({"undone": undone} if undone else {}),
         "seconds": round(seconds, 4),
         "versions": {
@@ -367,6 +397,11 @@ def _check(job: Job, network: Network, data: Domains) -> str | None:
             f"{job.method} looks at source images before it adapts: --source, a folder with the "
             "training set."
         )
+    if data.task == "segmentation":
+        if not method_named(job.method).per_pixel:
+            raise ValueError(f"{job.method} is for networks that predict a class for an image.")
+        if SCENARIOS[job.scenario].needs_classes:
+            raise ValueError(f"{job.scenario} is for images of one class each.")
     segments(job.scenario, list(data.images), data.labels.cpu(), job.batch_size, job.seed)
     if norm.alpha_file is not None and norm.alpha_file not in network.alpha_files:
         raise ValueError(
@@ -378,10 +413,14 @@ def _check(job: Job, network: Network, data: Domains) -> str | None:
 
 def _method_options(network: Network, data: Domains, job: Job) -> dict[str, Any]:
     """The paper's settings of a method."""
-    size = next(iter(data.images.values())).shape[-1]
-    spec = method_named(job.method)
-    learned = norm_named(job.norm).alpha_file is not None
-    return spec.settings(job.scenario, job.batch_size, classes_of(network.model, size), learned)
+    setting = Setting(
+        scenario=job.scenario,
+        batch_size=job.batch_size,
+        classes=network.classes(data.image_size),
+        norm=job.norm,
+        task=data.task,
+    )
+    return method_named(job.method).settings(setting)
 
 
 def _method_config(network: Network, data: Domains, job: Job) -> dict[str, Any]:
@@ -390,6 +429,8 @@ def _method_config(network: Network, data: Domains, job: Job) -> dict[str, Any]:
     parameters = inspect.signature(spec.make).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
     config = defaults | _method_options(network, data, job)
+    if config.get("momentum", ...) is None:
+        del config["momentum"]  # Adam, as in records from before there was a choice
     if spec.needs_agreement:
         text = json.dumps(network.agreement, sort_keys=True)
         config["weights"] = hashlib.blake2b(text.encode()).hexdigest()[:12]
@@ -397,10 +438,10 @@ def _method_config(network: Network, data: Domains, job: Job) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def classes_of(model: nn.Module, size: int) -> int:
+def classes_of(model: nn.Module, size: tuple[int, int]) -> int:
     """How many classes a network tells apart, found by asking a copy of it."""
     asked = copy.deepcopy(model).eval()
-    return asked(torch.zeros(2, 3, size, size, device=device_of(model))).shape[1]
+    return asked(torch.zeros(2, 3, *size, device=device_of(model))).shape[1]
 
 
 def _digest(segment: Segment) -> int:

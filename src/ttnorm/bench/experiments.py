@@ -1,4 +1,4 @@
-"""What each table and figure of the paper's CIFAR evaluation runs, by name."""
+"""What each table and figure of the paper's evaluation runs, by name."""
 
 from __future__ import annotations
 
@@ -70,6 +70,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         rows=(("source", "none"), ("tbn", "none"), ("ttn", "none")),
         scenarios=("class-sorted",),
     ),
+    "table6": Experiment(
+        title="segmentation",
+        rows=(("source", "none"), ("tbn", "none"), ("ttn", "none"), *METHODS),
+        datasets=("camvid",),
+        batch_sizes=(2, 4, 8),  # 4 and 8 are in a table of the appendix
+    ),
     "table7": Experiment(
         title="components",
         variants=(
@@ -116,6 +122,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         batch_sizes=(200,),
     ),
+    "table13": Experiment(
+        title="ImageNet-C",
+        rows=(*(row for row in NORMS if row[0] != "mixnorm"), ("ttn-stream", "none"), *METHODS),
+        datasets=("imagenet",),
+        batch_sizes=BATCH_SIZES[1:],
+    ),
     "table14": Experiment(title="each corruption", rows=(("ttn", "none"),)),
     "figure1": Experiment(title="error against batch size", rows=NORMS[:2] + NORMS[-1:] + METHODS),
     "figure4": Experiment(title="alpha over depth", variants=("default",), datasets=BOTH),
@@ -145,7 +157,7 @@ class Part:
     """Jobs that are run with the same alpha.
 
     Args:
-        dataset: "cifar10" or "cifar100".
+        dataset: "cifar10", "cifar100", "imagenet" or "camvid".
         variant: of post-training, or None where no job needs an alpha file.
         seed: of that post-training.
         jobs: what is run.

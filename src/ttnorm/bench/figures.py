@@ -9,11 +9,12 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from torch import Tensor
 
 from ..data.corruptions import CORRUPTIONS
 from .records import Record, variant_of
-from .tables import by_batch_size, by_domain
+from .tables import NAMES, by_batch_size, by_domain, score_name
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; TTN always has the same one
 _COLOURS = {
@@ -45,12 +46,12 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
             top = max(errors)
     # Batch statistics fall to chance at B = 1; the view stays where the others differ.
     others = [c.ours for name, cells in table.rows if name != "TBN" for c in cells[:-1] if c.ours]
-    if others:
+    if others and not table.higher:
         ceiling = max(1.6 * top, max(others)) * 1.05
         axes.set_ylim(min(others) * 0.9, ceiling)
         _mark_what_is_above(axes, ceiling)
     axes.set_xlabel("images in a test batch")
-    axes.set_ylabel("error in %")
+    axes.set_ylabel(score_name(records))
     axes.set_title(f"{dataset}, {scenario}", loc="left")
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return figure
@@ -76,7 +77,7 @@ def error_by_domain(
         heights = [float("nan") if cell.ours is None else cell.ours for cell in cells]
         axes.bar(places, heights, width, label=name, color=_COLOURS.get(name))
     axes.set_xticks(range(len(table.columns)), table.columns, rotation=40, ha="right", fontsize=8)
-    axes.set_ylabel("error in %")
+    axes.set_ylabel(score_name(chosen))
     axes.set_title(f"{dataset}, {scenario}, B = {batch_size}", loc="left")
     axes.legend(frameon=False, fontsize=8, ncols=len(table.rows))
     return figure
@@ -140,6 +141,33 @@ def corruption_by_corruption(
     axes.set_xlabel("augmentation for " + ("the prior" if what == "prior" else "optimising alpha"))
     axes.set_ylabel("test corruption")
     axes.set_title(f"{dataset}: error in %, B = {batch_size}", loc="left")
+    return figure
+
+
+def scenes(rows: Mapping[str, Tensor], classes: Sequence[str], title: str) -> Figure:
+    """Frames beside their masks, side by side: a column for each of `rows`, a row for each frame.
+
+    Args:
+        rows: "input" are frames, uint8 (N, 3, H, W); others are masks of classes (N, H, W), and
+            VOID is black.
+        classes: their names.
+        title: of the whole.
+    """
+    palette = matplotlib.colormaps["tab20"](np.arange(len(classes)))[:, :3]
+    colours = np.concatenate([palette, np.zeros((256 - len(classes), 3))])
+    count = len(next(iter(rows.values())))
+    figure = Figure(figsize=(2.6 * len(rows), 2.0 * count + 0.6), layout="constrained")
+    grid = figure.subplots(count, len(rows), squeeze=False)
+    for column, (name, values) in enumerate(rows.items()):
+        for row, value in enumerate(values.numpy()):
+            axes = grid[row][column]
+            axes.imshow(value.transpose(1, 2, 0) if name == "input" else colours[value])
+            axes.set_axis_off()
+            if row == 0:
+                axes.set_title(NAMES.get(name, name), fontsize=9)
+    handles = [Patch(color=c, label=n) for n, c in zip(classes, palette, strict=True)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
 
 

@@ -16,11 +16,10 @@ from typing import Any
 Record = dict[str, Any]
 
 # What every record has, so that another kind of file is not taken for one of records.
-FIELDS = frozenset(
-    {"dataset", "scenario", "domain", "norm", "method", "batch_size", "seed", "n", "wrong"}
-)
+FIELDS = frozenset({"dataset", "scenario", "domain", "norm", "method", "batch_size", "seed", "n"})
+SCORES = frozenset({"wrong", "miou"})  # images that are wrong, or the classes' mean overlap
 # Two records that agree in all but these are the same cell.
-OUTCOME = frozenset({"wrong", "undone", "seconds", "versions", "device", "experiment"})
+OUTCOME = SCORES | {"iou", "undone", "seconds", "versions", "device", "experiment"}
 
 
 class RecordFile:
@@ -28,20 +27,24 @@ class RecordFile:
 
     Args:
         path: created if it is not there.
+        also: a file whose cells count as held, too.
 
     Example:
         >>> import tempfile
         >>> file = RecordFile(tempfile.mkdtemp() + "/records.jsonl")
-        >>> record = dict.fromkeys(FIELDS, 0)
+        >>> record = dict.fromkeys(FIELDS, 0) | {"wrong": 3}
         >>> file.append(record)
         >>> record | {"wrong": 7} in file, record | {"norm": "tbn"} in file
         (True, False)
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], also: str | os.PathLike[str] | None = None
+    ) -> None:
         self.path = Path(path)
         _cut_torn_line(self.path)
-        self._cells = {_cell(record) for record in read_records([self.path], missing_ok=True)}
+        files = [self.path] if also is None else [self.path, also]
+        self._cells = {_cell(record) for record in read_records(files, missing_ok=True)}
 
     def __contains__(self, record: Record) -> bool:
         return _cell(record) in self._cells
@@ -87,9 +90,13 @@ def _parse(line: str, file: Path, number: int) -> Record:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}, line {number} is no record: {error}") from None
-    if not isinstance(record, dict) or not record.keys() >= FIELDS:
+    if not _is_record(record):
         raise ValueError(f"{file}, line {number} is no record of an evaluation.")
     return record
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() >= FIELDS and bool(value.keys() & SCORES)
 
 
 def _cell(record: Record) -> str:
@@ -129,4 +136,4 @@ def _may_be_torn(tail: bytes) -> bool:
         whole = json.loads(tail)
     except ValueError:
         return tail.startswith(b"{")
-    return isinstance(whole, dict) and whole.keys() >= FIELDS
+    return _is_record(whole)

@@ -8,11 +8,13 @@ from pathlib import Path
 from torch import nn
 
 from ..data.cifar import load_cifar
-from ..data.cifar_c import load_corrupted
+from ..data.corrupted import load_corrupted
 from ..data.corruptions import CORRUPTIONS
+from ..data.imagenet import CLASSES, Preprocessing, load_imagenet, load_imagenet_c
+from ..data.images import Images
 from ..models import zoo
 from ..progress import Progress
-from .evaluate import Domains, Network, classes_of
+from .evaluate import Domains, Network
 
 
 def network_under_test(
@@ -35,42 +37,71 @@ def network_under_test(
 
 def load_domains(
     network: Network,
+    dataset: str,
     folder: Path | None,
     clean: bool,
-    corruptions: Sequence[str] | None,
+    corruptions: Sequence[str],
     severity: int,
+    *,
+    preprocessing: Preprocessing | None = None,
+    skip_bad: bool = False,
 ) -> Domains:
-    """The test set that a network is scored on, named after its number of classes."""
-    classes = classes_of(network.model, size=32)
-    name = f"cifar{classes}"
+    """The test set that a network is scored on.
+
+    Args:
+        dataset: "cifar", of as many classes as the network has, or "imagenet".
+        folder: with the test set, if `clean`, or with its corruptions.
+        corruptions, severity: which of them.
+        preprocessing: what ImageNet's networks want.
+        skip_bad: leave out files that cannot be used.
+    """
     if folder is None:
         raise ValueError(
-            "The scenario source needs --clean, a folder with CIFAR."
+            "The scenario source needs --clean, a folder with the test set."
             if clean
-            else "Scoring under corruptions needs --data, a folder with CIFAR-C npy files: the "
-            "official ones, or what ttnorm corrupt wrote."
+            else "Scoring under corruptions needs --data, a folder with npy files, the official "
+            "ones or what ttnorm corrupt wrote, or with ImageNet-C."
         )
-    if clean:
-        test = load_cifar(folder, "test")
-        return _of(network, classes, Domains(name, 0, {"clean": test.images}, test.labels))
-    chosen = corruptions or CORRUPTIONS
-    for corruption in chosen:
+    for corruption in corruptions:
         if corruption not in CORRUPTIONS:
             raise ValueError(
                 f"There is no corruption {corruption!r}; there are {', '.join(CORRUPTIONS)}."
             )
-    progress = Progress("read", len(chosen))
-    loaded = {c: load_corrupted(folder, c, severity) for c in progress.track(chosen)}
-    progress.close()
+    size = (preprocessing or Preprocessing()).crop if dataset == "imagenet" else 32
+    classes = network.classes((size, size))
+    name = "imagenet" if dataset == "imagenet" else f"cifar{classes}"
+    if clean:
+        if dataset == "imagenet":
+            test = load_imagenet(folder, preprocessing, skip_bad=skip_bad)
+        else:
+            test = load_cifar(folder, "test")
+        return _of(network, classes, Domains(name, 0, {"clean": test.images}, test.labels))
+    if dataset == "imagenet" and not (folder / "labels.npy").is_file():
+        loaded = load_imagenet_c(folder, corruptions, severity, preprocessing, skip_bad=skip_bad)
+    else:
+        loaded = _from_arrays(folder, corruptions, severity, size)
     labels = next(iter(loaded.values())).labels
     images = {c: x.images for c, x in loaded.items()}
     return _of(network, classes, Domains(f"{name}-c", severity, images, labels))
 
 
+def _from_arrays(
+    folder: Path, corruptions: Sequence[str], severity: int, size: int
+) -> dict[str, Images]:
+    progress, most = Progress("read", len(corruptions)), 100 if size == 32 else CLASSES
+    loaded = {
+        c: load_corrupted(folder, c, severity, size=(size, size), classes=most)
+        for c in progress.track(corruptions)
+    }
+    progress.close()
+    return loaded
+
+
 def _of(network: Network, classes: int, data: Domains) -> Domains:
-    """The data, if they have as many classes as the network."""
+    """The data, if they have as many classes as the network, or ImageNet's are no more."""
     low, high = int(data.labels.min()), int(data.labels.max())
-    if high + 1 != classes:
+    fits = high < classes if data.task == "imagenet" else high + 1 == classes
+    if not fits:
         raise ValueError(
             f"The labels go from {low} to {high}; {network.name} has {classes} classes. Is it the "
             "right data set?"

@@ -40,6 +40,12 @@ class Scenario:
     function: Callable[..., list[Segment]]
     order: str
     reset: str
+    needs_classes: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether a domain's predictions are the same without the others."""
+        return self.reset == "every domain"
 
 
 def single(
@@ -151,8 +157,10 @@ SCENARIOS: dict[str, Scenario] = {
     "continual": Scenario(continual, "random", "never"),
     "mixed": Scenario(mixed, "random over all domains", "never"),
     "mixed-pairs": Scenario(mixed_pairs, "halves of a batch from random domains", "never"),
-    "class-sorted": Scenario(class_sorted, "by class", "every domain"),
-    "dirichlet": Scenario(dirichlet, "classes come and go, concentration 0.1", "every domain"),
+    "class-sorted": Scenario(class_sorted, "by class", "every domain", needs_classes=True),
+    "dirichlet": Scenario(
+        dirichlet, "classes come and go, concentration 0.1", "every domain", needs_classes=True
+    ),
     **{
         f"alternating-{every}": Scenario(
             partial(alternating, every=every), f"a new domain after every {every} images", "never"

@@ -1,6 +1,7 @@
 """Tables of errors, as pure functions of records, for a terminal, Markdown, LaTeX and CSV.
 
-Each cell has our error beside the paper's. A cell is the mean over all domains of the table; where
+Each cell has our error beside the paper's; for segmentation it is the mean overlap of classes, of
+which more is better. A cell is the mean over all domains of the table; where
 a run was not finished and domains are missing, the cell is empty rather than wrong.
 """
 
@@ -33,6 +34,7 @@ NAMES = {
     "ttn-scaled": "TTN (scaled)",
     "ttn-dynamic": "TTN (dynamic)",
     "ttn-stream": "TTN (stream)",
+    "ttn-routed": "TTN (stream, routed)",
     "ttn-pool": "TTN (stream, one pool)",
 }
 
@@ -82,12 +84,17 @@ class Cell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of errors: a name and a cell per column in every row."""
+    """A table of errors: a name and a cell per column in every row.
+
+    Args:
+        higher: whether more is better.
+    """
 
     title: str
     columns: list[str]
     rows: list[tuple[str, list[Cell]]]
     note: str
+    higher: bool = False
 
 
 def row_name(norm: str, method: str) -> str:
@@ -107,7 +114,8 @@ def split(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
     """Records that belong into one table, by a title for it and the scenario.
 
     A table has one data set, scenario, severity, network and number of images, but for methods that
-    are too dear for all of them: see `experiments.DEAR`.
+    are too dear for all of them (`experiments.DEAR`), and for domains of scenes, which differ in
+    severity and number.
     """
     records = list(records)
     whole = [r for r in records if not _is_dear(r)]
@@ -118,11 +126,13 @@ def split(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
     found: dict[tuple[str, str], list[Record]] = {}
     for r in records:
         title = [r["dataset"]]
-        if several(r["dataset"], lambda x: x["severity"]):
+        scenes = "miou" in r
+        if not scenes and several(r["dataset"], lambda x: x["severity"]):
             title.append(f"severity {r['severity']}")
         if several(r["dataset"], lambda x: x["model"]["name"]):
             title.append(r["model"]["name"])
-        if several(r["dataset"], lambda x: x["config"]["subset"]) and not _is_dear(r):
+        dear = scenes or _is_dear(r)
+        if not dear and several(r["dataset"], lambda x: x["config"]["subset"]):
             title.append(f"{r['config']['subset']} images")
         found.setdefault((", ".join(title), r["scenario"]), []).append(r)
     return found
@@ -145,9 +155,9 @@ def by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> 
             theirs = paper.error(scenario, dataset, *key) if _as_in_the_paper(chosen) else None
             cells.append(_cell(here, domains, theirs))
         rows.append((_row_title(norm, method, chosen), [*cells, _average(cells)]))
-    title = f"{dataset}, {scenario}: error in %"
+    title = f"{dataset}, {scenario}: {score_name(chosen)}"
     columns = [*(f"B = {size}" for size in sizes), "average"]
-    return Table(title, columns, rows, _note(chosen))
+    return Table(title, columns, rows, _note(chosen), higher="miou" in chosen[0])
 
 
 def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_size: int) -> Table:
@@ -161,14 +171,57 @@ def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_s
     if not chosen:
         raise ValueError(f"There are no records of {dataset}, {scenario} at B = {batch_size}.")
     domains = list(dict.fromkeys(r["domain"] for r in chosen))
+    corrupted = [d for d in domains if d in CORRUPTIONS]
+    # the day that a network was trained for, and the dusk, are no corruptions
+    averaged, of_what = domains, ""
+    if corrupted and len(corrupted) < len(domains):
+        averaged, of_what = corrupted, " of corruptions"
     rows = []
     for norm, method in _rows(chosen):
         here = [r for r in chosen if (r["norm"], r["method"]) == (norm, method)]
-        cells = [_cell([r for r in here if r["domain"] == d], {d}, None) for d in domains]
-        rows.append((_row_title(norm, method, chosen), [*cells, _average(cells)]))
-    title = f"{dataset}, {scenario}, B = {batch_size}: error in %"
-    columns = [d.replace("_", " ") for d in domains]
-    return Table(title, [*columns, "average"], rows, _note(chosen))
+        cells = {d: _cell([r for r in here if r["domain"] == d], {d}, None) for d in domains}
+        average = _average([cells[d] for d in averaged])
+        rows.append((_row_title(norm, method, chosen), [*cells.values(), average]))
+    title = f"{dataset}, {scenario}, B = {batch_size}: {score_name(chosen)}"
+    columns = [*(d.replace("_", " ") for d in domains), "average" + of_what]
+    return Table(title, columns, rows, _note(chosen), higher="miou" in chosen[0])
+
+
+def by_class(
+    records: Iterable[Record], *, domain: str, batch_size: int, classes: Sequence[str]
+) -> Table:
+    """A row per norm and method, a column per class: its overlap in one domain of scenes.
+
+    Args:
+        records: of one data set and scenario.
+        classes: their names; one that is nowhere in the domain has an empty cell.
+    """
+    chosen = [r for r in records if (r["domain"], r["batch_size"]) == (domain, batch_size)]
+    chosen = [r for r in chosen if _is_of_its_norm(r)]
+    if not chosen:
+        raise ValueError(f"There are no records of {domain} at B = {batch_size}.")
+    rows = []
+    for norm, method in _rows(chosen):
+        found = [r["iou"] for r in chosen if (r["norm"], r["method"]) == (norm, method)]
+        cells = [
+            _mean_cell([100 * v for v in values if v is not None])
+            for values in zip(*found, strict=True)
+        ]
+        rows.append((row_name(norm, method), cells))
+    title = f"{chosen[0]['dataset']}, {domain}, B = {batch_size}: IoU in %"
+    return Table(title, list(classes), rows, _note(chosen), higher=True)
+
+
+def _mean_cell(values: Sequence[float]) -> Cell:
+    """Over seeds."""
+    if not values:
+        return Cell(None)
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return Cell(statistics.mean(values), deviation)
+
+
+def score_name(records: Sequence[Record]) -> str:
+    return "mIoU in %" if "miou" in records[0] else "error in %"
 
 
 def by_variant(
@@ -214,12 +267,22 @@ def of_experiment(experiment: Experiment, records: Iterable[Record]) -> list[Tab
         here = [r for r in group if (r["norm"], r["method"]) in experiment.rows]
         if scenario in experiment.scenarios and any(_is_of_its_norm(r) for r in here):
             found.append(by_batch_size(here, dataset=dataset, scenario=scenario))
+            if found[-1].higher:  # domains are as different as weather and dusk
+                found += every_domain(here, dataset, scenario).values()
         variants = {v[0] for r in group if (v := variant_of(r))}
         for title, names in ABLATIONS.items():
             shown = set(experiment.variants) == names.keys() and variants & names.keys()
             if shown and scenario == "single":
                 found.append(by_variant(group, dataset=dataset, names=names, title=title))
     return found
+
+
+def every_domain(records: Sequence[Record], dataset: str, scenario: str) -> dict[int, Table]:
+    """`by_domain` for every batch size, the smallest first."""
+    return {
+        size: by_domain(records, dataset=dataset, scenario=scenario, batch_size=size)
+        for size in sorted({r["batch_size"] for r in records})
+    }
 
 
 def to_rich(table: Table) -> RichTable:
@@ -324,12 +387,9 @@ def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) ->
                 "of other severities, networks, alpha files, images or settings. Report on one of "
                 "them at a time."
             )
-        errors[r["domain"]] = 100 * r["wrong"] / r["n"]
+        errors[r["domain"]] = 100 * r["miou"] if "miou" in r else 100 * r["wrong"] / r["n"]
     means = [statistics.mean(e.values()) for e in by_seed.values() if e.keys() == domains]
-    if not means:
-        return Cell(None, None, theirs)
-    deviation = statistics.stdev(means) if len(means) > 1 else None
-    return Cell(statistics.mean(means), deviation, theirs)
+    return _mean_cell(means)._replace(paper=theirs)
 
 
 def _is_of_its_norm(record: Record) -> bool:
@@ -359,11 +419,12 @@ def _average(cells: Sequence[Cell]) -> Cell:
 
 
 def _best(table: Table) -> list[Cell]:
-    """The lowest cell of every column."""
+    """The lowest cell of every column, or the highest."""
+    sign = -1 if table.higher else 1
     return [
         min(
             (cells[index] for _, cells in table.rows),
-            key=lambda cell: float("inf") if cell.ours is None else cell.ours,
+            key=lambda cell: float("inf") if cell.ours is None else sign * cell.ours,
         )
         for index in range(len(table.columns))
     ]

@@ -18,8 +18,8 @@ from torch import Generator, Tensor, nn
 
 from .. import artefact
 from ..augment import DOMAIN_PARTS, Augment, domain_shift, prior_shift
-from ..data.cifar import Images
 from ..data.corruptions import CORRUPTIONS, corrupt
+from ..data.images import Images
 from ..data.loader import DeviceLoader
 from ..fitting import as_json
 from ..models import zoo
@@ -89,12 +89,18 @@ class Source:
         corrupted: from a corruption to the training set under it, likewise.
         textures: the folder with frost's pictures.
         epochs: of post-training.
+        batch_size: likewise.
+        config: of `PostTrainConfig`, what is not as for CIFAR.
+        augment: the shift that alpha is optimised under; `domain_shift` by default.
     """
 
     train: Images
     corrupted: Mapping[str, Images] = dataclasses.field(default_factory=dict)
     textures: Path | None = None
     epochs: int = 30
+    batch_size: int = 200
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    augment: Augment | None = None
 
 
 def fit_variant(
@@ -136,15 +142,18 @@ def shipped_file(name: str, network: str, seed: int) -> Path | None:
 
 
 def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpoint: Path) -> None:
-    config = PostTrainConfig(epochs=source.epochs, seed=seed, **variant.config)
-    clean = DeviceLoader(*source.train, 200, seed)
+    options = {**source.config, **variant.config}
+    config = PostTrainConfig(epochs=source.epochs, seed=seed, **options)
+    clean = DeviceLoader(*source.train, source.batch_size, seed)
     shift: Augment = prior_shift
     if variant.prior_parts is not None:
         shift = partial(prior_shift, parts=variant.prior_parts)
     if variant.prior_corruption is not None:
         shift = partial(_corrupted, corruption=variant.prior_corruption, textures=source.textures)
     if variant.corruption is None:
-        augment = None if variant.parts is None else partial(domain_shift, parts=variant.parts)
+        augment = source.augment
+        if variant.parts is not None:
+            augment = partial(domain_shift, parts=variant.parts)
         post_train_(
             model, clean, config, prior_augment=shift, augment=augment, checkpoint=checkpoint
         )
@@ -156,7 +165,7 @@ def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpo
         prior = estimate_prior(model, clean, samples=config.prior_samples, generator=generator)
         torch.save(prior, state)
     prior = torch.load(state, map_location=source.train.images.device)
-    loader = DeviceLoader(*source.corrupted[variant.corruption], 200, seed)
+    loader = DeviceLoader(*source.corrupted[variant.corruption], source.batch_size, seed)
     result = optimise_alpha(model, loader, prior, config, augment=_as_it_is, checkpoint=checkpoint)
     state.unlink()
     convert_(model, result.alpha)

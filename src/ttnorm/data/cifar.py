@@ -13,18 +13,12 @@ import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-
-class Images(NamedTuple):
-    """uint8 images (N, 3, 32, 32) and their labels (N,)."""
-
-    images: Tensor
-    labels: Tensor
+from .images import Images, as_tensor
 
 
 def load_cifar(folder: str | Path, split: str) -> Images:
@@ -49,20 +43,20 @@ def load_cifar(folder: str | Path, split: str) -> Images:
     )
 
 
-def checked_images(images: np.ndarray, labels: list[int], folder: Path) -> Images:
-    """uint8 images (N, 32, 32, 3) and class numbers as tensors, or an error with the folder."""
+def checked_images(
+    images: np.ndarray, labels: list[int], folder: Path, *, classes: int = 100
+) -> Images:
+    """uint8 images (N, H, W, 3) and class numbers as tensors, or an error with the folder."""
     if images.dtype != np.uint8 or len(images) != len(labels):
         raise ValueError(
             f"{folder} has {len(images)} images of {images.dtype} and {len(labels)} labels; "
             "expected uint8 and as many of both."
         )
-    tensor = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
-    classes = torch.tensor(labels, dtype=torch.long)
-    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < 100:
-        raise ValueError(
-            f"{folder} has labels from {int(classes.min())} to {int(classes.max())}, expected 0-99."
-        )
-    return Images(tensor, classes)
+    numbers = torch.tensor(labels, dtype=torch.long)
+    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < classes:
+        low, high = int(numbers.min()), int(numbers.max())
+        raise ValueError(f"{folder} has labels from {low} to {high}, expected 0-{classes - 1}.")
+    return Images(as_tensor(images), numbers)
 
 
 def _official(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:

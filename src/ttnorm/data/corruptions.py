@@ -151,7 +151,7 @@ def frost(
     pictures = _textures(str(textures), 0.2 if height == 32 else 1.0)
     out = np.empty_like(images)
     for i, g in enumerate(generators):
-        picture = pictures[int(g.integers(len(pictures)))]
+        picture = _at_least(pictures[int(g.integers(len(pictures)))], height + 1, width + 1)
         top, left = (
             g.integers(0, size - wanted)
             for size, wanted in zip(picture.shape[:2], (height, width), strict=True)
@@ -341,6 +341,17 @@ def _elastic(
         map_coordinates(c, (rows, columns), order=1, mode="reflect") for c in np.moveaxis(x, 2, 0)
     ]
     return np.stack(channels, -1)
+
+
+def _at_least(picture: Array, height: int, width: int) -> Array:
+    """The picture, enlarged where an image is larger."""
+    import cv2
+
+    scale = max(height / picture.shape[0], width / picture.shape[1])
+    if scale <= 1:
+        return picture
+    size = tuple(math.ceil(side * scale) for side in picture.shape[1::-1])
+    return cv2.resize(picture, size)
 
 
 def check_textures(textures: str | Path | None) -> None:

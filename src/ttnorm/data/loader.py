@@ -7,13 +7,28 @@ from collections.abc import Iterator
 import torch
 from torch import Generator, Tensor
 
+from .images import VOID
+
+
+def as_targets(labels: Tensor) -> Tensor:
+    """Labels as losses take them: VOID in a mask becomes -100, which cross-entropy leaves out.
+
+    Example:
+        >>> as_targets(torch.tensor([[[3, 255]]], dtype=torch.uint8))
+        tensor([[[   3, -100]]])
+    """
+    if labels.dim() == 1:
+        return labels
+    labels = labels.long()
+    return labels.masked_fill(labels == VOID, -100)
+
 
 class DeviceLoader:
     """Yields (x, y) with x float in [0, 1], in a new random order every time it is iterated.
 
     Args:
         images: uint8 (N, C, H, W), on the device to train on.
-        labels: (N,), on the same device.
+        labels: (N,), or masks (N, H, W), on the same device; see `as_targets`.
         batch_size: images a batch; a last, smaller one is left out.
         seed: fixes the orders.
     """
@@ -30,4 +45,4 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.randperm(len(self.images), generator=self.generator).to(self.images.device)
         for index in order[: len(self) * self.batch_size].split(self.batch_size):
-            yield self.images[index].float() / 255, self.labels[index]
+            yield self.images[index].float() / 255, as_targets(self.labels[index])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import cotta, swr, tent, ttn_online
 from .none import NoAdaptation
+from .setting import Setting
 
 
 class Method(Protocol):
@@ -36,7 +37,7 @@ class Method(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def _no_settings(scenario: str, batch_size: int, classes: int, learned: bool) -> dict[str, Any]:
+def _no_settings(setting: Setting) -> dict[str, Any]:
     return {}
 
 
@@ -46,21 +47,22 @@ class MethodSpec:
 
     Args:
         make: called with the network, the batch size and options.
-        settings: from scenario, batch size, number of classes and whether alpha was learned to the
-            paper's options.
+        settings: from where it is run to the paper's options.
         needs_agreement: whether it takes `weights` from source images: see `swr`.
+        per_pixel: whether it adapts networks that predict a class for every pixel.
     """
 
     make: Callable[..., Method]
-    settings: Callable[[str, int, int, bool], dict[str, Any]] = _no_settings
+    settings: Callable[[Setting], dict[str, Any]] = _no_settings
     needs_agreement: bool = False
+    per_pixel: bool = True
 
 
 METHODS: dict[str, MethodSpec] = {
     "none": MethodSpec(NoAdaptation),
     "tent": MethodSpec(tent.tent, tent.settings),
     "swr": MethodSpec(swr.swr, swr.settings, needs_agreement=True),
-    "cotta": MethodSpec(cotta.cotta, cotta.settings),
+    "cotta": MethodSpec(cotta.cotta, cotta.settings, per_pixel=False),
     "ttn-online": MethodSpec(ttn_online.ttn_online, ttn_online.settings),
 }
 

@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 from ..augment import Drawn, check_unit_range, domain_shift, numbers_drawn
 from ..groups import per_sample
 from ..surgery import ttn_layers
+from .setting import Setting
 from .step import AdaptationStep, FlatParameters, adam, batch_means, in_batches
 
 _SHIFT = partial(domain_shift, per="image")
@@ -113,6 +114,6 @@ def cotta(
     return step
 
 
-def settings(scenario: str, batch_size: int, classes: int, learned: bool) -> dict[str, Any]:
+def settings(setting: Setting) -> dict[str, Any]:
     """Its authors' for CIFAR-10, and for CIFAR-100."""
-    return {"threshold": 0.92 if classes <= 10 else 0.72}
+    return {"threshold": 0.92 if setting.classes <= 10 else 0.72}

@@ -275,12 +275,19 @@ def in_batches(model: nn.Module, x: Tensor, batch_size: int) -> Tensor:
 def entropy(output: Tensor) -> Tensor:
     """Of the predicted classes, for every sample: (N, classes) to (N, 1).
 
+    Where every pixel has a prediction, (N, classes, H, W), the mean over pixels.
+
     Example:
         >>> round(entropy(torch.zeros(1, 10)).item(), 4)  # nothing is known: log 10
         2.3026
     """
     log_p = output.log_softmax(1)
-    return -(log_p.exp() * log_p).sum(1, keepdim=True)
+    return mean_over_pixels(-(log_p.exp() * log_p).sum(1, keepdim=True))
+
+
+def mean_over_pixels(values: Tensor) -> Tensor:
+    """(N, C, H, W) to (N, C); what has no pixels stays as it is."""
+    return values if values.dim() == 2 else values.flatten(2).mean(2)
 
 
 def batch_means(values: Tensor, batch_size: int) -> Tensor:
@@ -302,6 +309,13 @@ def batch_means(values: Tensor, batch_size: int) -> Tensor:
 def adam(lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
     """Makes Adam with its usual betas."""
     return lambda tensors: torch.optim.Adam(tensors, lr=lr, capturable=tensors[0].is_cuda)
+
+
+def optimiser(lr: float, momentum: float | None) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    """Makes SGD with that momentum, or Adam where it is None."""
+    if momentum is None:
+        return adam(lr)
+    return lambda tensors: torch.optim.SGD(tensors, lr=lr, momentum=momentum)
 
 
 def _create_state(optimiser: torch.optim.Optimizer, vector: nn.Parameter) -> None:

@@ -19,14 +19,16 @@ from ..batches import Loader, batches
 from ..mixnorm import MixNorm
 from ..reproducible import reproducible
 from ..surgery import device_of, ttn_layers
+from .setting import Setting
 from .step import (
     OVER_LEARNED_ALPHA,
     AdaptationStep,
     FlatParameters,
-    adam,
     batch_means,
     entropy,
     in_batches,
+    mean_over_pixels,
+    optimiser,
 )
 
 
@@ -36,6 +38,7 @@ def swr(
     *,
     weights: Mapping[str, float],
     lr: float = 1e-3,
+    momentum: float | None = None,
     stable: bool = False,
     entropy_weight: float = 0.2,
     diversity_weight: float = 0.25,
@@ -54,7 +57,8 @@ def swr(
         model: with its normalisation in place; it is changed.
         batch_size: samples that are normalised together.
         weights: w, by parameter: `gradient_agreement`.
-        lr: of Adam.
+        lr: of Adam, or of SGD.
+        momentum: of SGD; None is Adam.
         stable: for streams without end, in which theta must not walk away.
         entropy_weight, diversity_weight, strength: of the parts of the loss.
         window: samples between two updates.
@@ -72,7 +76,7 @@ def swr(
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
         output = in_batches(model, x, batch_size)
         certain = batch_means(entropy(output), batch_size).sum()
-        mean = batch_means(output.softmax(1), batch_size)
+        mean = batch_means(mean_over_pixels(output.softmax(1)), batch_size)
         diverse = -(mean * mean.clamp(min=1e-12).log()).sum()
         return output, entropy_weight * certain - diversity_weight * diverse
 
@@ -92,7 +96,7 @@ def swr(
         model,
         predict,
         flat,
-        adam(lr),
+        optimiser(lr, momentum),
         batch_size,
         window,
         pull=pull,
@@ -154,8 +158,13 @@ def gradient_agreement(
     return {name: ((s - low) / max(high - low, 1e-12)) ** 2 for name, s in scores.items()}
 
 
-def settings(scenario: str, batch_size: int, classes: int, learned: bool) -> dict[str, Any]:
-    """What the TTN paper ran it with, but for the rate over a learned alpha."""
+def settings(setting: Setting) -> dict[str, Any]:
+    """What the TTN paper ran it with, but for the rate over a learned alpha on CIFAR."""
+    if setting.task == "segmentation":
+        return {"lr": 1e-6, "strength": 500.0, "window": setting.batch_size}
+    if setting.task == "imagenet":
+        lr = 2.5e-4 if setting.batch_size >= 64 else 2.5e-6
+        return {"lr": lr, "momentum": 0.9, "window": 64}
     rates = {"continual": 1e-4, "mixed": 5e-5, "mixed-pairs": 5e-5}
-    lr = rates.get(scenario, 1e-3)
-    return {"lr": lr * OVER_LEARNED_ALPHA if learned else lr, "stable": scenario in rates}
+    lr = rates.get(setting.scenario, 1e-3) * (OVER_LEARNED_ALPHA if setting.learned else 1)
+    return {"lr": lr, "stable": setting.scenario in rates}

@@ -7,19 +7,25 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..surgery import ttn_layers
+from .setting import Setting
 from .step import (
     OVER_LEARNED_ALPHA,
     AdaptationStep,
     FlatParameters,
-    adam,
     batch_means,
     entropy,
     in_batches,
+    optimiser,
 )
 
 
 def tent(
-    model: nn.Module, batch_size: int, *, lr: float = 1e-3, window: int = 200
+    model: nn.Module,
+    batch_size: int,
+    *,
+    lr: float = 1e-3,
+    momentum: float | None = None,
+    window: int = 200,
 ) -> AdaptationStep:
     """Adapts the affine parameters of the norms; an output is the one before the update.
 
@@ -28,7 +34,8 @@ def tent(
     Args:
         model: with its normalisation in place; it is changed.
         batch_size: samples that are normalised together.
-        lr: of Adam.
+        lr: of Adam, or of SGD.
+        momentum: of SGD; None is Adam.
         window: samples between two updates.
     """
 
@@ -37,7 +44,7 @@ def tent(
         return output, batch_means(entropy(output), batch_size).sum()
 
     flat = FlatParameters(affine_parameters(model))
-    return AdaptationStep(model, predict, flat, adam(lr), batch_size, window)
+    return AdaptationStep(model, predict, flat, optimiser(lr, momentum), batch_size, window)
 
 
 def affine_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -55,7 +62,11 @@ def affine_parameters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def settings(scenario: str, batch_size: int, classes: int, learned: bool) -> dict[str, Any]:
-    """What the TTN paper ran it with, but for the rate over a learned alpha."""
-    lr = 1e-4 if scenario in ("continual", "mixed", "mixed-pairs") else 1e-3
-    return {"lr": lr * OVER_LEARNED_ALPHA if learned else lr}
+def settings(setting: Setting) -> dict[str, Any]:
+    """What the TTN paper ran it with, but for the rate over a learned alpha on CIFAR."""
+    if setting.task == "segmentation":
+        return {"lr": 1e-6, "window": setting.batch_size}
+    if setting.task == "imagenet":
+        return {"lr": 5e-6 if setting.learned else 2.5e-4, "momentum": 0.9, "window": 64}
+    lr = 1e-4 if setting.scenario in ("continual", "mixed", "mixed-pairs") else 1e-3
+    return {"lr": lr * (OVER_LEARNED_ALPHA if setting.learned else 1)}

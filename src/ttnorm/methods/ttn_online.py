@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..surgery import ttn_layers
+from .setting import Setting
 from .step import AdaptationStep, FlatParameters, adam, batch_means, entropy, in_batches
 
 # the paper's, by size of the test batch
@@ -56,7 +57,7 @@ def ttn_online(
     )
 
 
-def settings(scenario: str, batch_size: int, classes: int, learned: bool) -> dict[str, Any]:
+def settings(setting: Setting) -> dict[str, Any]:
     """The paper's learning rate for the nearest batch size that it lists."""
-    nearest = min(RATES, key=lambda size: abs(math.log(size / batch_size)))
+    nearest = min(RATES, key=lambda size: abs(math.log(size / setting.batch_size)))
     return {"lr": RATES[nearest]}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from ..capture import record
-from ..data.cifar import Images
+from ..data.images import Images
 from ..progress import Progress
 from .augmix import augmix
 from .wide_resnet import WideResNet

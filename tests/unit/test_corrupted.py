@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from ttnorm.data import cifar_c
-from ttnorm.data.cifar import Images
-from ttnorm.data.cifar_c import load_corrupted, make_corrupted
+from ttnorm.data import corrupted
+from ttnorm.data.corrupted import load_corrupted, make_corrupted
 from ttnorm.data.corruptions import corrupt
+from ttnorm.data.images import Images
 
 KINDS = ("gaussian_noise", "brightness")
 
@@ -53,7 +53,7 @@ def test_severities_can_be_added_and_only_they_are_made(tmp_path, clean, monkeyp
     make(clean, tmp_path, severities=[3, 5])
     assert torch.equal(load_corrupted(tmp_path, "brightness", 5).images, before)
     assert load_corrupted(tmp_path, "brightness", 3).images.any()
-    monkeypatch.setattr(cifar_c, "_make", lambda *_: pytest.fail("it was made again"))
+    monkeypatch.setattr(corrupted, "_make", lambda *_: pytest.fail("it was made again"))
     make(clean, tmp_path, severities=[3, 5])
 
 

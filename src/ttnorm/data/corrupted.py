@@ -1,8 +1,9 @@
-"""CIFAR-10-C and CIFAR-100-C: reading the official files, and making such files.
+"""Corrupted test sets in the layout of CIFAR-10-C: reading official files, and making such files.
 
 A folder holds `<corruption>.npy`, uint8 (5 N, 32, 32, 3), and `labels.npy`, (5 N,), with severity s
-in rows (s - 1) N to s N; officially N = 10,000. Files made here have the same layout. Severities
-that were not asked for are zeros (and take no room on most disks); reading them is refused.
+in rows (s - 1) N to s N; officially N = 10,000. Files made here have the same layout, with the size
+of the images they are made of. Severities that were not asked for are zeros (and take no room on
+most disks); reading them is refused.
 """
 
 from __future__ import annotations
@@ -22,20 +23,31 @@ from typing import Any
 import numpy as np
 
 from ..progress import Progress
-from .cifar import Images, checked_images
+from .cifar import checked_images
 from .corruptions import CORRUPTIONS, Array, check_textures, corrupt
+from .images import Images
 
 SEVERITIES = (1, 2, 3, 4, 5)
-IMAGES_AT_ONCE = 250  # small enough for a progress bar that moves
+PIXELS_AT_ONCE = 250 * 32 * 32  # small enough for a progress bar that moves
+LEAST_AT_ONCE = 32  # images: glass blur takes as long for one as for that many
 
 
-def load_corrupted(folder: str | Path, corruption: str, severity: int) -> Images:
+def load_corrupted(
+    folder: str | Path,
+    corruption: str,
+    severity: int,
+    *,
+    size: tuple[int, int] = (32, 32),
+    classes: int = 100,
+) -> Images:
     """One corruption at one severity.
 
     Args:
         folder: see the head of this file.
         corruption: "gaussian_noise", ...
         severity: 1 to 5.
+        size: height and width.
+        classes: that labels may be of, at most.
     """
     folder = Path(folder)
     _check_severity(severity)
@@ -44,13 +56,14 @@ def load_corrupted(folder: str | Path, corruption: str, severity: int) -> Images
         raise ValueError(f"{folder / 'labels.npy'} has shape {labels.shape}, expected (5 N,).")
     path = folder / f"{corruption}.npy"
     images = _npy(path)
-    if images.shape != (len(labels), 32, 32, 3):
-        expected = (len(labels), 32, 32, 3)
+    expected = (len(labels), *size, 3)
+    if images.shape != expected:
         raise ValueError(f"{path} has shape {images.shape}, expected {expected}.")
     rows = _rows(len(labels) // 5, severity)
     if not images[rows][::97].any():
         raise ValueError(f"{path} holds no images of severity {severity}. Run ttnorm corrupt.")
-    return checked_images(np.ascontiguousarray(images[rows]), labels[rows].tolist(), folder)
+    here = np.ascontiguousarray(images[rows])
+    return checked_images(here, labels[rows].tolist(), folder, classes=classes)
 
 
 def make_corrupted(
@@ -63,7 +76,7 @@ def make_corrupted(
     textures: str | Path | None = None,
     workers: int | None = None,
 ) -> None:
-    """Write CIFAR-C files of the images, on all cores; what is there already is not made again.
+    """Write such files of the images, on all cores; what is there already is not made again.
 
     A file appears under its name when it is complete, so a run that was killed goes on with the
     corruption it was at.
@@ -92,7 +105,7 @@ def make_corrupted(
     _claim(folder, images, clean.labels.numpy(), seed)
     _remove_partial(folder)
     todo = {c: _missing(folder / f"{c}.npy", len(images), severities) for c in corruptions}
-    chunks = -(-len(images) // IMAGES_AT_ONCE)
+    chunks = -(-len(images) // _at_once(images))
     progress = Progress("corrupt", chunks * sum(map(len, todo.values())))
     with _workers(workers or os.cpu_count() or 1) as pool:
         for corruption, missing in todo.items():
@@ -113,13 +126,15 @@ def _make(
     """Fill in the severities a corruption lacks, in a copy that then takes the file's place."""
     count = len(images)
     unfinished = path.with_suffix(".npy.partial")
-    out = np.lib.format.open_memmap(unfinished, "w+", np.uint8, (5 * count, 32, 32, 3))
+    out = np.lib.format.open_memmap(unfinished, "w+", np.uint8, (5 * count, *images.shape[1:]))
     if path.is_file():
-        out[:] = _npy(path)
-    jobs = {}
+        there = _npy(path)
+        for severity in set(SEVERITIES) - set(_missing(path, count, SEVERITIES)):
+            out[_rows(count, severity)] = there[_rows(count, severity)]
+    jobs, at_once = {}, _at_once(images)
     for severity in severities:
-        for first in range(0, count, IMAGES_AT_ONCE):
-            chunk = images[first : first + IMAGES_AT_ONCE]
+        for first in range(0, count, at_once):
+            chunk = images[first : first + at_once]
             work = partial(corrupt, seed=seed, first=first, textures=textures)
             jobs[pool.submit(work, chunk, path.stem, severity)] = (severity, first)
     for job in as_completed(jobs):
@@ -130,6 +145,11 @@ def _make(
         progress.step(f"{path.stem} {severity}")
     out.flush()
     os.replace(unfinished, path)
+
+
+def _at_once(images: Array) -> int:
+    """How many images a process is given at a time."""
+    return max(LEAST_AT_ONCE, PIXELS_AT_ONCE // (images.shape[1] * images.shape[2]))
 
 
 def _start_worker() -> None:

@@ -1,0 +1,172 @@
+"""The paper's segmentation tables on CamVid: a network for daylight meets dusk and bad weather.
+
+The source is every sequence but 0001TP, which was filmed at dusk. Scored are the day frames of the
+test set, the dusk sequence, and the day frames under corruptions.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from ..augment import domain_shift
+from ..data.corrupted import load_corrupted, make_corrupted
+from ..data.images import Images
+from ..data.label_maps import CAMVID_CLASSES
+from ..data.segmentation import load_scenes
+from ..models.segmentation import load_checkpoint
+from .evaluate import Domains, Job, Network, predictions
+from .experiments import Part
+from .figures import scenes
+from .subject import Scale, Subject
+from .variants import SEVERITY, Source
+
+DUSK = "0001TP"
+CORRUPTIONS = ("fog", "snow", "frost", "brightness", "motion_blur", "gaussian_noise")
+BATCH_SIZE = 2  # the paper's for post-training, and for its main table
+EPOCHS = 10  # 406 frames are 203 steps an epoch
+
+
+def source_frames(folder: Path, *, skip_bad: bool = False) -> Images:
+    """What a network is trained and post-trained on: train and val without the dusk."""
+    parts = [
+        load_scenes("camvid", folder, split, keep=_is_day, skip_bad=skip_bad)
+        for split in ("train", "val")
+    ]
+    return _together(parts)
+
+
+def dusk_frames(folder: Path, *, skip_bad: bool = False) -> Images:
+    """The sequence that no network has seen."""
+    parts = [
+        load_scenes("camvid", folder, split, keep=_is_dusk, skip_bad=skip_bad)
+        for split in ("train", "test")
+    ]
+    return _together(parts)
+
+
+class CamvidBench:
+    """A network and CamVid, and what has been made of them so far.
+
+    Args:
+        checkpoint: the network, as `ttnorm train-segmentation` wrote it.
+        folder: with CamVid.
+        work: for corrupted frames.
+        alphas: for alpha files.
+        textures: the folder with frost's pictures.
+        device: to run on.
+        scale: how much.
+        severity: of the corruptions.
+        skip_bad: leave out frames that cannot be used.
+    """
+
+    dataset, records = "camvid", "camvid.jsonl"
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        folder: Path,
+        work: Path,
+        alphas: Path,
+        textures: Path | None,
+        device: str,
+        scale: Scale,
+        *,
+        severity: int = SEVERITY,
+        skip_bad: bool = False,
+    ) -> None:
+        self.severity = severity
+        self.checkpoint, self.folder, self.skip_bad = checkpoint, folder, skip_bad
+        self.work, self.alphas, self.textures = work, alphas, textures
+        self.device, self.scale = device, scale
+        for made in (work, alphas):
+            made.mkdir(parents=True, exist_ok=True)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        return load_checkpoint(self.checkpoint, self.device)
+
+    @cached_property
+    def subject(self) -> Subject:
+        name = self.checkpoint.name.split(".")[0]
+        return Subject(name, self.model, self.source, self.alphas)
+
+    def source(self, variant: str) -> Source:
+        return self._source
+
+    @cached_property
+    def _source(self) -> Source:
+        frames = source_frames(self.folder, skip_bad=self.skip_bad)
+        return Source(
+            Images(*(t[: self.scale.train].to(self.device) for t in frames)),
+            epochs=min(self.scale.epochs, EPOCHS),
+            batch_size=BATCH_SIZE,
+            # what leaves pixels where they are, as masks do
+            augment=partial(domain_shift, parts=("jitter", "blur")),
+        )
+
+    def tests(self, clean: bool) -> list[Domains]:
+        return self._tests[:1] if clean else self._tests
+
+    @cached_property
+    def _tests(self) -> list[Domains]:
+        """The day, the dusk, and the day under corruptions."""
+        options = {"keep": _is_day, "skip_bad": self.skip_bad}
+        day = load_scenes("camvid", self.folder, "test", **options)  # type: ignore[arg-type]
+        dusk = dusk_frames(self.folder, skip_bad=self.skip_bad)
+        day, dusk = (Images(*(t[: self.scale.images] for t in x)) for x in (day, dusk))
+        found = [
+            Domains("camvid", 0, {"day": day.images}, day.labels),
+            Domains("camvid", 0, {"dusk": dusk.images}, dusk.labels),
+            Domains("camvid", self.severity, self._corrupted(day.images), day.labels),
+        ]
+        return [domains.to(self.device) for domains in found]
+
+    def _corrupted(self, frames: Tensor) -> dict[str, Tensor]:
+        folder, numbers = self.work / "camvid-c", torch.arange(len(frames))
+        make_corrupted(
+            Images(frames, numbers),
+            folder,
+            corruptions=CORRUPTIONS,
+            severities=(self.severity,),
+            textures=self.textures,
+        )
+        height, width = frames.shape[-2:]
+        limits = {"size": (height, width), "classes": len(frames)}
+        return {
+            name: load_corrupted(folder, name, self.severity, **limits).images  # type: ignore[arg-type]
+            for name in CORRUPTIONS
+        }
+
+    def network(self, part: Part) -> Network:
+        return self.subject.network(part)
+
+    def picture(self, domain: str, frames: int = 3) -> Figure:
+        """Some frames of a domain beside their masks, true and predicted, at B = 2."""
+        network = self.network(Part("camvid", "default", 0, ()))
+        data = next(d for d in self._tests if domain in d.images)
+        x, shown = data.images[domain], torch.linspace(0, len(data.labels) - 1, frames).long()
+        rows = {"input": x[shown], "truth": data.labels[shown]}
+        alone = Domains(data.dataset, data.severity, {domain: x}, data.labels)
+        for norm in ("source", "tbn", "ttn"):
+            ((segment, found),) = predictions(network, alone, Job(norm=norm, batch_size=BATCH_SIZE))
+            in_order = torch.empty_like(found)
+            in_order[segment.images] = found
+            rows[norm] = in_order[shown]
+        return scenes({name: t.cpu() for name, t in rows.items()}, CAMVID_CLASSES, title=domain)
+
+
+def _is_day(name: str) -> bool:
+    return not _is_dusk(name)
+
+
+def _is_dusk(name: str) -> bool:
+    return name.startswith(DUSK)
+
+
+def _together(parts: list[Images]) -> Images:
+    return Images(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

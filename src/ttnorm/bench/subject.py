@@ -1,0 +1,95 @@
+"""A network that experiments are run with: its alpha files, and what methods want to know of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+from torch import nn
+
+from ..data.corruptions import CORRUPTIONS
+from ..data.loader import DeviceLoader
+from ..methods import METHODS
+from ..methods.swr import gradient_agreement
+from .evaluate import Network
+from .experiments import Part
+from .variants import Source, fit_variant
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How much of everything is run.
+
+    Args:
+        corruptions: which.
+        images: of the test set; None for all.
+        train: images of the training set; None for all.
+        epochs: of post-training.
+        seeds: of post-training, where it is random and nothing else adapts.
+        batch_sizes: instead of an experiment's own.
+    """
+
+    corruptions: tuple[str, ...] = CORRUPTIONS
+    images: int | None = None
+    train: int | None = None
+    epochs: int = 30
+    seeds: int = 3
+    batch_sizes: tuple[int, ...] = ()
+
+
+FULL = Scale()
+QUICK = Scale(
+    corruptions=("gaussian_noise", "contrast", "jpeg_compression"),
+    images=200,
+    train=2000,
+    epochs=1,
+    seeds=1,
+    batch_sizes=(200, 16, 1),
+)
+# of large images
+QUICK_LARGE = dataclasses.replace(QUICK, images=32, train=64, batch_sizes=(16, 1))
+
+
+class Subject:
+    """A network and the files that were made of it so far.
+
+    Args:
+        name: of the network.
+        model: it is not changed.
+        source: from a variant of post-training to what it is fitted with.
+        folder: for the files.
+    """
+
+    def __init__(
+        self, name: str, model: nn.Module, source: Callable[[str], Source], folder: Path
+    ) -> None:
+        self.name, self.model, self.source, self.folder = name, model, source, folder
+
+    def alpha_file(self, variant: str, seed: int) -> Path:
+        """Fitted if it is not there."""
+        source = self.source(variant)
+        return fit_variant(variant, self.name, self.model, source, seed, self.folder)
+
+    def network(self, part: Part) -> Network:
+        """The network with what the jobs of a part need."""
+        files = {}
+        if part.variant is not None:
+            path = self.alpha_file(part.variant, part.seed)
+            files = {"ttn": path, "dynamic": path}
+        wanted = any(METHODS[job.method].needs_agreement for job in part.jobs)
+        return Network(self.name, self.model, files, self.agreement if wanted else None)
+
+    @cached_property
+    def agreement(self) -> dict[str, float]:
+        """Kept in a file: a GPU gives other last digits every time, and records name them."""
+        path = self.folder / f"{self.name}.agreement.json"
+        if not path.is_file():
+            source = self.source("default")
+            loader = DeviceLoader(*source.train, min(source.batch_size, len(source.train.labels)))
+            unfinished = path.with_suffix(".partial")
+            unfinished.write_text(json.dumps(gradient_agreement(self.model, loader)))
+            unfinished.replace(path)
+        return json.loads(path.read_text())

@@ -1,0 +1,177 @@
+"""ImageNet and ImageNet-C from their folders, as uint8 tensors of one size.
+
+load_imagenet(folder)         CLASS/*.JPEG; as train and val are, once val is sorted into classes
+load_imagenet_c(folder, ...)  corruption/severity/CLASS/*.JPEG
+
+CLASS is one of the 1,000 WordNet ids, n01440764 and so on, in whose order classes are numbered, or
+the number of a class itself, 0000 to 0999.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .corruptions import CORRUPTIONS
+from .images import Array, Images, as_tensor, read_all, read_picture
+
+CLASSES = 1000
+MOST = 64_000  # images of a training set, the paper's number for an epoch
+ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
+SPLITS = {"test": ("test", "val"), "source": ("source", "train")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """How a network's weights want their images.
+
+    Args:
+        resize: of the shorter side.
+        crop: side of the square that is then cut from the middle.
+        interpolation: "bilinear" or "bicubic".
+        mean, std: what the network subtracts and divides by, of images in [0, 1].
+    """
+
+    resize: int = 256
+    crop: int = 224
+    interpolation: str = "bilinear"
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+
+
+def load_imagenet(
+    folder: str | Path,
+    preprocessing: Preprocessing | None = None,
+    *,
+    most: int | None = None,
+    seed: int = 0,
+    skip_bad: bool = False,
+) -> Images:
+    """The images of a folder, by class and name.
+
+    Args:
+        folder: see above.
+        preprocessing: of the network; an image that has the size of its crop is taken as it is.
+        most: as many images, drawn at random, where there are more.
+        seed: of that draw.
+        skip_bad: leave out what cannot be read, and say how many.
+    """
+    files = _files(Path(folder))
+    if most is not None and len(files) > most:
+        drawn = np.random.default_rng(seed).choice(len(files), most, replace=False)
+        names = list(files)
+        files = {names[i]: files[names[i]] for i in sorted(drawn)}
+    return _stack(_read(Path(folder), files, preprocessing, skip_bad), files)
+
+
+def load_imagenet_c(
+    folder: str | Path,
+    corruptions: Sequence[str] = CORRUPTIONS,
+    severity: int = 5,
+    preprocessing: Preprocessing | None = None,
+    *,
+    skip_bad: bool = False,
+) -> dict[str, Images]:
+    """The same images under every corruption: those that all of them have.
+
+    Args:
+        folder: see above.
+        corruptions, severity: which.
+        preprocessing, skip_bad: see `load_imagenet`.
+    """
+    folders = {c: Path(folder) / c / str(severity) for c in corruptions}
+    for corruption, where in folders.items():
+        if not where.is_dir():
+            raise FileNotFoundError(
+                f"There is no folder {where}; expected {corruption}/{severity}/CLASS/*.JPEG in "
+                f"{folder}, as ImageNet-C is unpacked."
+            )
+    files = {c: _files(where) for c, where in folders.items()}
+    there = set.intersection(*(set(f) for f in files.values()))
+    for corruption, found in files.items():
+        if len(found) != len(there) and not skip_bad:
+            odd = min(set(found) - there)
+            raise ValueError(
+                f"{folders[corruption] / odd} is not there under every corruption. Unpack "
+                "ImageNet-C anew, or leave such images out with skip_bad."
+            )
+    common = {name: label for name, label in files[corruptions[0]].items() if name in there}
+    read = {c: _read(where, common, preprocessing, skip_bad) for c, where in folders.items()}
+    kept = [name for name in common if all(name in pictures for pictures in read.values())]
+    return {c: _stack({n: pictures[n] for n in kept}, common) for c, pictures in read.items()}
+
+
+def split_folder(folder: str | Path, split: str) -> Path:
+    """The part of a folder that is to test on ("test" or "val") or to learn from ("source")."""
+    found = [Path(folder) / name for name in SPLITS[split] if (Path(folder) / name).is_dir()]
+    if not found:
+        raise FileNotFoundError(f"{folder} has no folder {' or '.join(SPLITS[split])}.")
+    return found[0]
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """From CLASS/NAME to the number of the class."""
+    classes = _classes(folder)
+    files = {
+        f"{name}/{path.name}": label
+        for name, label in classes.items()
+        for path in sorted((folder / name).iterdir())
+        if path.suffix.lower() in ENDINGS
+    }
+    if not files:
+        raise FileNotFoundError(f"{folder} has folders of classes and no image in any of them.")
+    return files
+
+
+def _classes(folder: Path) -> dict[str, int]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}.")
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    if names and all(re.fullmatch(r"n\d{8}", name) for name in names):
+        if len(names) != CLASSES:
+            raise ValueError(
+                f"{folder} has {len(names)} folders of WordNet ids, expected all {CLASSES:,}: a "
+                "class is numbered by its place among them. Some may be empty."
+            )
+        return {name: label for label, name in enumerate(names)}
+    if names and all(name.isdigit() and int(name) < CLASSES for name in names):
+        return {name: int(name) for name in names}
+    raise ValueError(
+        f"{folder} has folders {', '.join(names[:3]) or 'of no name'}; expected the {CLASSES:,} "
+        "classes of ImageNet, n01440764 and so on, or numbers of classes, 0000 to 0999."
+    )
+
+
+def _read(
+    folder: Path, files: dict[str, int], preprocessing: Preprocessing | None, skip_bad: bool
+) -> dict[str, Array]:
+    read = partial(_prepared, folder, preprocessing or Preprocessing())
+    return read_all(files, read, skip_bad=skip_bad, title=f"read {folder.name}")
+
+
+def _prepared(folder: Path, preprocessing: Preprocessing, name: str) -> Array:
+    """uint8 (crop, crop, 3): the shorter side resized, the middle cut out."""
+    from PIL import Image
+
+    picture, crop = read_picture(folder / name), preprocessing.crop
+    if picture.size == (crop, crop):
+        return np.asarray(picture)
+    scale = preprocessing.resize / min(picture.size)
+    size = tuple(
+        preprocessing.resize if side == min(picture.size) else int(side * scale)
+        for side in picture.size
+    )
+    picture = picture.resize(size, Image.Resampling[preprocessing.interpolation.upper()])
+    left, top = (round((side - crop) / 2) for side in picture.size)
+    return np.asarray(picture.crop((left, top, left + crop, top + crop)))
+
+
+def _stack(pictures: dict[str, Array], files: dict[str, int]) -> Images:
+    labels = torch.tensor([files[name] for name in pictures])
+    return Images(as_tensor(np.stack(list(pictures.values()))), labels)

@@ -1,0 +1,120 @@
+"""Which of a stream's domains its frames belong to: what a routed memory keeps of its last frames.
+
+Tensors of a stream's state, beside its memories: descriptions of the last frames and the slots they
+were in, and the groups that frames are told apart by. Every few frames groups are looked for anew,
+and memories go to the slots that their frames are in from then on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .routing import Content, Groups, find_groups, heirs, nearest
+
+RECENT = 512  # frames of a stream in which domains are looked for
+EVERY = 16  # frames after which they are looked for anew
+FIRST = 32  # frames that have to be there for that
+SAME = 0.8  # of a slot's frames: what goes on with so many of them is the same domain
+GROUPS = ("middles", "there", "reach")  # see `routing.Groups`
+MEMORY = ("mean", "var", "count", "slot_seen")  # what belongs to a slot
+State = dict[str, Tensor]
+
+
+class Routes:
+    """Slots for the domains of streams: one for each of them, and a last one for frames of none.
+
+    Args:
+        content: how source images vary.
+        domains: that a stream may have, at most.
+    """
+
+    def __init__(self, content: Content, domains: int) -> None:
+        self.content, self.domains, self.slots = content, domains, domains + 1
+
+    def to(self, device: torch.device) -> None:
+        self.content = Content(*(t.to(device) for t in self.content))
+
+    def blank(self, streams: int) -> State:
+        """Of streams that have seen nothing: there is one domain, and everything belongs to it."""
+        like, size = self.content.mean, len(self.content.mean)
+        first = torch.arange(self.domains, device=like.device) == 0
+        return {
+            "slot_seen": like.new_zeros(streams, self.slots, dtype=torch.long),
+            "looked": like.new_zeros(streams, dtype=torch.long),
+            "frames": like.new_zeros(streams, RECENT + 1, size),
+            "frame_slot": like.new_zeros(streams, RECENT + 1, dtype=torch.long),
+            "middles": like.new_zeros(streams, self.domains, size),
+            "there": first.expand(streams, -1).clone(),
+            "reach": like.new_full((streams,), torch.inf),
+        }
+
+    def whiten(self, descriptions: Tensor) -> Tensor:
+        return (descriptions.to(self.content.mean) - self.content.mean) @ self.content.whitening.T
+
+    def slot(self, state: State, rows: Tensor, frames: Tensor) -> Tensor:
+        """The slot of every frame, (N, D), of the streams in these rows of the state, (N,)."""
+        return nearest(frames[:, None], Groups(*(state[name][rows] for name in GROUPS)))[:, 0]
+
+    def remember(
+        self, state: State, rows: Tensor, frames: Tensor, slot: Tensor, counts: Tensor
+    ) -> None:
+        """Keep frames in place of the oldest ones of their stream.
+
+        Args:
+            state: from before these frames.
+            rows: of their streams, (N,).
+            frames, slot: see `slot`.
+            counts: 1, or 0 for a frame that is not to be kept.
+        """
+        kept = counts.long()
+        same = (rows[:, None] == rows) & (counts > 0)
+        before = same.tril(-1).sum(1)  # frames of the same stream that come earlier in the batch
+        place = (state["seen"][rows] + before) % RECENT
+        place = torch.where(kept > 0, place, RECENT)  # beyond what is looked at
+        state["frames"][rows, place] = frames
+        state["frame_slot"][rows, place] = slot
+
+    def look(self, state: State, rows: Tensor, blank: State) -> None:
+        """Look for domains, in the streams of these rows in which it is time for that.
+
+        Args:
+            blank: the state of a stream that has seen nothing.
+        """
+        seen = state["seen"][rows]
+        due = (seen // EVERY > state["looked"][rows]) & (seen >= FIRST)
+        rows, seen = rows[due], seen[due]
+        if not len(rows):
+            return
+        state["looked"][rows] = seen // EVERY
+        frames, before = (state[name][rows, :RECENT] for name in ("frames", "frame_slot"))
+        there = (torch.arange(RECENT, device=rows.device) < seen[:, None]).to(frames)
+        groups = find_groups(frames, there, self.domains)
+        slot = nearest(frames, groups)
+        self._inherit(state, rows, blank, *heirs(slot, before, there, self.slots))
+        state["frame_slot"][rows, :RECENT] = slot
+        for name, value in zip(GROUPS, groups, strict=True):
+            state[name][rows] = value
+
+    def _inherit(
+        self, state: State, rows: Tensor, blank: State, parent: Tensor, share: Tensor
+    ) -> None:
+        """Give every slot the memory of the one that its frames were in, as far as they were.
+
+        Args:
+            parent: a slot for every slot, (S, slots).
+            share: of that slot's frames that are here now, (S, slots); with 0 a slot starts anew.
+        """
+        share = torch.where(share > SAME, 1.0, share)
+        each = torch.arange(len(rows), device=rows.device)[:, None]
+        for name in MEMORY:
+            fresh, value = (
+                t.unflatten(1, (self.slots, -1)) for t in (blank[name], state[name][rows])
+            )
+            weight = share.view(*share.shape, *[1] * (value.dim() - 2))
+            value = value[each, parent]
+            if name == "count":
+                value = torch.maximum(value * weight, fresh)
+            elif name == "slot_seen":
+                value = (value * weight).long()
+            state[name][rows] = torch.where(weight > 0, value, fresh).flatten(1, 2)

@@ -1,0 +1,175 @@
+"""Which domain a frame belongs to, told by the moments that enter a network's first layers.
+
+A frame is described by the means and log variances of its channels there, with the source's
+statistics inside, whitened by what source images vary in: directions in which content varies count
+for little. Frames of one domain then lie together. The groups that the last frames of a stream fall
+into are found by k-means, with as many groups as may be; those that frames which were not used for
+it cannot tell apart are merged. Pure functions, over S streams at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+APART = 3.5  # standard deviations between two groups, along the line through their middles
+ROUNDS = 10  # of k-means
+FEWEST = 6  # frames by which a group is told from another
+UNSURE = (
+    4.0  # standard deviations: frames that are so much farther away than others are of no group
+)
+RIDGE = 0.1  # of the identity in the content's correlations, which a few thousand images measure
+
+
+class Content(NamedTuple):
+    """How descriptions of source images vary: their mean, (D,), and a whitening matrix, (D, D)."""
+
+    mean: Tensor
+    whitening: Tensor
+
+
+class Groups(NamedTuple):
+    """Groups of frames: middles, (S, K, D), which exist, (S, K), and how far they reach, (S,)."""
+
+    middles: Tensor
+    there: Tensor
+    reach: Tensor
+
+
+def describe(moments: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Frames by their moments in units of the source, (N, C) in each layer: (N, D)."""
+    parts = [part for mean, var in moments for part in (mean, var.clamp_min(1e-4).log())]
+    return torch.cat(parts, 1)
+
+
+def measure_content(descriptions: Tensor) -> Content:
+    """Of source images, (N, D).
+
+    Example:
+        >>> content = measure_content(torch.randn(500, 3) * torch.tensor([1.0, 5.0, 0.1]) + 2)
+        >>> [round(scale) for scale in (1 / content.whitening.diagonal()).tolist()]
+        [1, 5, 0]
+    """
+    x = descriptions.double()
+    mean, spread = x.mean(0), x.std(0).clamp_min(1e-6)
+    correlation = torch.cov(((x - mean) / spread).T)
+    correlation = (1 - RIDGE) * correlation + RIDGE * torch.eye(len(mean)).to(correlation)
+    values, vectors = torch.linalg.eigh(correlation)
+    whitening = vectors @ torch.diag(values.rsqrt()) @ vectors.T / spread
+    return Content(mean.float(), whitening.float())
+
+
+def nearest(frames: Tensor, groups: Groups) -> Tensor:
+    """The group of every frame, (S, M, D) to (S, M), or K where it is of none."""
+    distance, index = _distances(frames, groups.middles, groups.there).min(2)
+    return torch.where(distance > groups.reach[:, None], groups.middles.shape[1], index)
+
+
+def find_groups(frames: Tensor, counts: Tensor, most: int) -> Groups:
+    """The groups that frames fall into.
+
+    Args:
+        frames: (S, M, D).
+        counts: 1, or 0 for one that is not to be looked at, (S, M).
+        most: K.
+    """
+    # at random, for domains may alternate in any rhythm
+    order = torch.randperm(frames.shape[1], generator=Generator().manual_seed(1)).to(frames.device)
+    halves = [(frames[:, half], counts[:, half]) for half in order.chunk(2)]
+    middles = _seeds(*halves[0], most)
+    there = torch.ones_like(middles[..., 0], dtype=torch.bool)
+    for _ in range(ROUNDS):
+        member = _members(*halves[0], middles, there)
+        size = member.sum(1)
+        means = member.transpose(1, 2) @ halves[0][0] / size.clamp_min(1e-9)[..., None]
+        middles = torch.where(size[..., None] > 0, means, middles)
+    there = size > 0
+    for _ in range(most - 1):
+        apart = _apart(halves[1][0], _members(*halves[1], middles, there), middles, there)
+        middles, size, there = _merge_closest(apart, middles, size, there)
+    distance = _distances(frames, middles, there).amin(2)
+    number = counts.sum(1).clamp_min(1)
+    mean = (distance * counts).sum(1) / number
+    spread = (((distance - mean[:, None]).square() * counts).sum(1) / number).sqrt()
+    return Groups(middles, there, mean + UNSURE * spread)
+
+
+def _distances(frames: Tensor, middles: Tensor, there: Tensor) -> Tensor:
+    return torch.cdist(frames, middles).masked_fill(~there[:, None], torch.inf)
+
+
+def _members(frames: Tensor, counts: Tensor, middles: Tensor, there: Tensor) -> Tensor:
+    """What a frame counts for in every group, (S, M, K)."""
+    group = _distances(frames, middles, there).argmin(2)
+    return F.one_hot(group, middles.shape[1]) * counts[..., None]
+
+
+def _seeds(frames: Tensor, counts: Tensor, number: int) -> Tensor:
+    """k-means++: frames that are far from each other, drawn with the same luck every time."""
+    luck = torch.rand(number, frames.shape[1], generator=Generator().manual_seed(0))
+    luck = -(-luck.clamp(1e-6, 1 - 1e-6).log()).log().to(frames)  # Gumbel's
+    chosen: list[Tensor] = []
+    far = counts
+    for chance in luck:
+        index = (far.clamp_min(1e-12).log() + chance).masked_fill(counts == 0, -torch.inf).argmax(1)
+        chosen.append(frames.gather(1, index[:, None, None].expand(-1, 1, frames.shape[2])))
+        distance = (frames - chosen[-1]).square().sum(2)
+        far = distance if len(chosen) == 1 else torch.minimum(far, distance)
+    return torch.cat(chosen, 1)
+
+
+def _apart(frames: Tensor, member: Tensor, middles: Tensor, there: Tensor) -> Tensor:
+    """Between two groups, in standard deviations of their frames along the line: (S, K, K)."""
+    line = F.normalize(middles[:, :, None] - middles[:, None], dim=3)
+    along = torch.einsum("smd,sijd->smij", frames, line)
+    size = member.sum(1)
+    member = member / size.clamp_min(1)[:, None]
+    # of group i on the line from i to j; of j on it is the negative of j's on the line from j to i
+    mean = torch.einsum("smi,smij->sij", member, along)
+    var = torch.einsum("smi,smij->sij", member, along.square()) - mean.square()
+    spread = ((var + var.transpose(1, 2)) / 2).clamp_min(1e-9).sqrt()
+    apart = (mean + mean.transpose(1, 2)).abs() / spread
+    told = size >= FEWEST
+    apart = torch.where(told[:, :, None] & told[:, None], apart, 0.0)
+    pairs = (there[:, :, None] & there[:, None]).triu(1)
+    return apart.masked_fill(~pairs, torch.inf)
+
+
+def _merge_closest(
+    apart: Tensor, middles: Tensor, size: Tensor, there: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The two groups that are least apart as one, unless they are apart."""
+    least, pair = apart.flatten(1).min(1)
+    ends = torch.stack((pair // middles.shape[1], pair % middles.shape[1]), 1)
+    merging = (least < APART)[:, None]
+    weight = size.gather(1, ends)
+    both = middles.gather(1, ends[..., None].expand(-1, -1, middles.shape[2]))
+    total = weight.sum(1, keepdim=True)
+    middle = (both * weight[..., None]).sum(1) / total.clamp_min(1e-9)
+    keep, drop = (F.one_hot(end, middles.shape[1]).bool() & merging for end in ends.unbind(1))
+    middles = torch.where(keep[..., None], middle[:, None], middles)
+    return middles, torch.where(keep, total, size), there & ~drop
+
+
+def heirs(slot: Tensor, before: Tensor, counts: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """For every slot, the one that most of its frames were in, and its share of that one's frames.
+
+    Args:
+        slot: of every frame, now, (S, M).
+        before: likewise, until now.
+        counts: see `find_groups`.
+        slots: K; the last one is for frames of no group, and inherits nothing.
+
+    Returns:
+        (S, K) each; a slot without frames has a share of 0.
+    """
+    now, then = (F.one_hot(t, slots).to(counts) * counts[..., None] for t in (slot, before))
+    common = now.transpose(1, 2) @ then  # (S, now, then)
+    common[..., -1] = 0
+    most, parent = common.max(2)
+    share = most / then.sum(1).clamp_min(1).gather(1, parent)
+    share[:, -1] = 0
+    return parent, share

@@ -1,0 +1,82 @@
+"""A pass through a network's first norms alone, to describe frames before they are normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batches import Loader, batches
+from .functional import batch_moments, normalise
+from .layers import TTNormBase
+from .pooling import in_units
+from .routing import Content, describe, measure_content
+from .surgery import borrowed, device_of
+
+DEPTH = 3  # norms that are passed
+SAMPLES = 2048  # source images that content is measured with
+
+
+class _Enough(Exception):
+    """The pass has gone as far as it has to."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def describe_frames(
+    layers: Sequence[TTNormBase], forward: Callable[[], Any], depth: int = DEPTH
+) -> Tensor:
+    """What enters the first norms that `forward` uses, with the source's statistics in them.
+
+    Args:
+        layers: all norms of the network.
+        forward: calls the network with the frames; it is left after `depth` norms.
+        depth: how many.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    before = [layer.__dict__.get("standardise") for layer in layers]
+
+    def standardise(layer: TTNormBase, x: Tensor) -> Tensor:
+        unit = layer.running_var.clamp_min(1e-12).sqrt()
+        found.append(in_units(*batch_moments(x, 1), layer.running_mean, unit))
+        if len(found) == depth:
+            raise _Enough
+        statistics = (layer.running_mean, layer.running_var)
+        return normalise(x, *statistics, layer.weight, layer.bias, layer.eps)
+
+    try:
+        for layer in layers:
+            layer.__dict__["standardise"] = partial(standardise, layer)
+        forward()
+    except _Enough:
+        pass
+    finally:
+        for layer, old in zip(layers, before, strict=True):
+            layer.__dict__.pop("standardise", None)
+            if old is not None:
+                layer.__dict__["standardise"] = old
+    return describe(found)
+
+
+def content_of(
+    model: nn.Module, loader: Loader, *, samples: int = SAMPLES, depth: int = DEPTH
+) -> Content:
+    """How source images differ from each other where `describe_frames` looks.
+
+    Args:
+        model: the network, converted or not; it is left as it was.
+        loader: yields (x, y) of source images, as the network takes them.
+        samples: images to look at.
+        depth: see `describe_frames`.
+    """
+    found: list[Tensor] = []
+    with borrowed(model, alpha=0.0) as layers:
+        for x, _ in batches(loader, device_of(model)):
+            x = x[: samples - sum(map(len, found))]
+            found.append(describe_frames(list(layers.values()), partial(model, x), depth).cpu())
+            if sum(map(len, found)) >= samples:
+                break
+    return measure_content(torch.cat(found))
