@@ -11,8 +11,6 @@ at.
 
 from __future__ import annotations
 
-import dataclasses
-
 import measure
 import torch
 from simulated_domains import simulated
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 import ttnorm
 from ttnorm.bench.alongside import alongside
-from ttnorm.bench.scenarios import Segment, segments
+from ttnorm.bench.scenarios import Segment, joined, segments
 from ttnorm.data.cifar import load_cifar
 from ttnorm.models import zoo
 
@@ -90,7 +88,7 @@ def _errors(
 
     stream = segments(scenario, list(domains), labels, 1, 0)
     if not all(segment.reset for segment in stream):
-        stream = [_joined(stream)]
+        stream = [joined(stream)]
     if name in MEMORIES:
         found = [predicted for _, predicted in alongside(model, images, stream, 1, len(stream))]
     elif name == "source":
@@ -98,22 +96,12 @@ def _errors(
     else:
         with ttnorm.isolated(model, 1):
             found = [plain(segment) for segment in stream]
-    every = _joined(stream)
+    every = joined(stream)
     wrong = (torch.cat(found).cpu() != labels[every.images]).double()
     return {
         domain: 100 * wrong[every.domains == index].mean().item()
         for index, domain in enumerate(domains)
     }
-
-
-def _joined(stream: list[Segment]) -> Segment:
-    """All segments as one stream."""
-    return dataclasses.replace(
-        stream[0],
-        domains=torch.cat([segment.domains for segment in stream]),
-        images=torch.cat([segment.images for segment in stream]),
-        reset=True,
-    )
 
 
 if __name__ == "__main__":

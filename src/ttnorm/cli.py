@@ -315,6 +315,9 @@ def evaluate(
     severity: Annotated[int, typer.Option(help="1 to 5.")] = 5,
     subset: Annotated[int | None, typer.Option(help="Only the first images of a domain.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="The order of images; 0.")] = None,
+    streams: Annotated[
+        int, typer.Option(help="Streams to divide the images among, for norms that remember.")
+    ] = 1,
     alpha: Annotated[Path | None, typer.Option(help="The network's alpha file.")] = None,
     dynamic_alpha: Annotated[
         Path | None, typer.Option(help="Its alpha file fitted with dynamic batch sizes.")
@@ -351,7 +354,7 @@ def evaluate(
     runs = []
     for chosen in scenario or ["single"]:
         jobs = [
-            bench.Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s)
+            bench.Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s, streams=streams)
             for n in norm or (n for n in NORMS if tested.can_have(n))
             for m in method or ["none"]
             for s in seed or [0]

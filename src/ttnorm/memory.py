@@ -54,7 +54,7 @@ class StreamConfig:
         max_streams: that are remembered at once; the one unused for longest is forgotten first.
     """
 
-    window: int = 200
+    window: float = 200
     memory: str = "balanced"
     source: float = 4.0
     buckets: int = 10
@@ -86,6 +86,7 @@ class Stream:
         self.source_mean = self._flat([layer.running_mean for layer in self.layers])
         self.unit_var = self._flat([layer.running_var for layer in self.layers]).clamp_min(1e-12)
         self.unit = self.unit_var.sqrt()
+        self.cross_term = all(layer.cross_term for layer in self.layers)
         # parts of a memory, each with its part of the window: no more than there are classes
         self.cells = 1 if config.memory == "pool" else config.buckets
         self.routes = None  # a memory for every domain of a stream
@@ -138,7 +139,7 @@ class Stream:
         # three are mixed, source, memory and batch: the first two here, for all layers at once
         remembered = alpha * (1 - trust) / (1 - alpha * trust).clamp_min(1e-12)
         zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
-        mean, var = mix_moments(remembered, zero, one, *memory)
+        mean, var = mix_moments(remembered, zero, one, *memory, cross_term=self.cross_term)
         mean, var = torch.addcmul(self.source_mean, mean, self.unit), var * self.unit_var
         per_layer = (mean, var, alpha * trust, self.source_mean, self.unit)
         self.frames = _Frames(
@@ -183,7 +184,7 @@ class Stream:
                 batch = cell_moments(now.share, now.group, *frames)
                 batch = (torch.addcmul(source_mean, batch[0], unit), batch[1] * unit.square())
         if now.mixing:
-            mean, var = mix_moments(trust, mean, var, *batch)
+            mean, var = mix_moments(trust, mean, var, *batch, cross_term=self.cross_term)
         if len(mean) == 1:
             return normalise(x, mean[0], var[0], layer.weight, layer.bias, layer.eps)
         rows = (mean[now.group], var[now.group])
@@ -206,7 +207,14 @@ class Stream:
         before = {name: self.state[name][self.active].flatten(0, 1) for name in names}
         new_mean, new_var = cell_moments(share, cells, mean, var)
         window = max(1.0, self.config.window / self.cells)
-        after = remember(**before, new=new, new_mean=new_mean, new_var=new_var, window=window)
+        after = remember(
+            **before,
+            new=new,
+            new_mean=new_mean,
+            new_var=new_var,
+            window=window,
+            cross_term=self.cross_term,
+        )
         for name, value in zip(names, after, strict=True):
             self.state[name][self.active] = value.unflatten(0, (len(self.active), -1))
         streams = now.group // self.slots

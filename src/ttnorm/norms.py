@@ -70,6 +70,18 @@ def mixnorm(
     return MixNorm(model, scale=scale, rate=rate)
 
 
+def exponential_average(
+    model: nn.Module, batch_size: int, alpha_file: AlphaPath | None, *, momentum: float
+) -> nn.Module:
+    """Running statistics that follow the stream, as RoTTA's robust BatchNorm has them.
+
+    running <- (1 - momentum) * running + momentum * batch's, and the batch is normalised with that
+    """
+    window = batch_size / momentum
+    convert_(model, 1.0, cross_term=False)
+    return stream_(model, memory="pool", window=window, source=window)
+
+
 def ttn(
     model: nn.Module, batch_size: int, alpha_file: AlphaPath | None, *, scale: float = 1.0
 ) -> nn.Module:
@@ -115,6 +127,7 @@ NORMS: dict[str, Norm] = {
     "alpha-bn": Norm(function=constant, options={"alpha": 0.1, "cross_term": False}),
     "adaptive-bn": Norm(function=adaptive_bn, options={"cross_term": False}),
     "mixnorm": Norm(function=mixnorm, options={"scale": 0.05, "rate": 0.001}, per_sample=True),
+    "ema": Norm(function=exponential_average, options={"momentum": 0.05}, remembers=True),
     "ttn": Norm(function=ttn, alpha_file="ttn"),
     "ttn-scaled": Norm(function=ttn, options={"scale": 0.4}, alpha_file="ttn"),
     "ttn-dynamic": Norm(function=ttn, alpha_file="dynamic"),

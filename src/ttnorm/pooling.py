@@ -102,6 +102,7 @@ def remember(
     new_var: Tensor,
     *,
     window: float,
+    cross_term: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and variance of cells after they have taken new samples.
 
@@ -111,7 +112,8 @@ def remember(
         new: how many samples each is given, (cells,).
         new_mean, new_var: of these, (cells, T).
         window: how many samples a cell remembers, roughly.
+        cross_term: see `functional.mix_moments`.
     """
     share, total = share_of_new(count, new, window)
-    mean, var = mix_moments(share[:, None], mean, var, new_mean, new_var)
+    mean, var = mix_moments(share[:, None], mean, var, new_mean, new_var, cross_term=cross_term)
     return total, mean, var

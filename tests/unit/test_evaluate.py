@@ -323,3 +323,28 @@ class Cramped:
         if len(x) > 12:
             raise torch.OutOfMemoryError
         return output
+
+
+@pytest.mark.parametrize("norm", ["ttn-stream", "ttn-routed"])
+@pytest.mark.parametrize("scenario", ["continual", "mixed"])
+def test_streams_side_by_side_are_as_if_each_ran_alone(network, tmp_path, norm, scenario):
+    data, job = small_network.domains(), Job(norm=norm, scenario=scenario, batch_size=4)
+    path = tmp_path / "together.jsonl"
+    evaluate(network, data, [dataclasses.replace(job, streams=2)], RecordFile(path))
+    together = {r["domain"]: r for r in read_records([path])}
+    alone = dict.fromkeys(together, 0)
+    for first in (0, 1):
+        images = {domain: x[first::2] for domain, x in data.images.items()}
+        part = dataclasses.replace(data, images=images, labels=data.labels[first::2])
+        evaluate(network, part, [job], RecordFile(tmp_path / f"{first}.jsonl"))
+        for r in read_records([tmp_path / f"{first}.jsonl"]):
+            alone[r["domain"]] += r["wrong"]
+    assert {domain: r["wrong"] for domain, r in together.items()} == alone
+    assert all(r["config"]["streams"] == 2 for r in together.values())
+    assert sum(r["n"] for r in together.values()) == 150
+
+
+def test_what_remembers_nothing_has_one_stream(network, tmp_path):
+    job = Job(norm="tbn", batch_size=4, streams=2)
+    with pytest.raises(ValueError, match="tbn with none remembers no streams"):
+        evaluate(network, small_network.domains(), [job], RecordFile(tmp_path / "r.jsonl"))

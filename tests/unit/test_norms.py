@@ -116,3 +116,17 @@ class TestMixNorm:
             state = 0.9 * state + 0.1 * value
             expected.append(state)
         assert torch.allclose(running_average(values, start, 0.1), torch.stack(expected))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_ema_follows_the_stream_with_its_momentum(batch_size):
+    """Against the loop, but for the little by which a window of frames is not one of batches."""
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(3).eval()
+    model = norms.apply_norm_(nn.Sequential(nn.BatchNorm2d(3)), "ema", batch_size=batch_size)
+    mean, var = torch.zeros(3), torch.ones(3)
+    for x in (2 + 3 * torch.randn(60, 3, 8, 8)).split(batch_size):
+        batch_var, batch_mean = torch.var_mean(x, (0, 2, 3), correction=0)
+        mean, var = 0.95 * mean + 0.05 * batch_mean, 0.95 * var + 0.05 * batch_var
+        layer.running_mean, layer.running_var = mean, var
+        assert torch.allclose(model(x), layer(x), atol=0.05)

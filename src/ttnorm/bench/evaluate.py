@@ -34,7 +34,7 @@ from ..surgery import device_of
 from ..version import __version__
 from .alongside import alongside
 from .records import Record, RecordFile
-from .scenarios import SCENARIOS, Segment, segments
+from .scenarios import SCENARIOS, Segment, joined, segments, shards
 from .scores import score
 
 logger = logging.getLogger("ttnorm")
@@ -122,13 +122,20 @@ class Domains:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one run over a stream is made of."""
+    """What one run over a stream is made of.
+
+    Args:
+        norm, method: what is scored.
+        batch_size, scenario, seed: in which stream.
+        streams: that the images are divided among, to run side by side, where the norm remembers.
+    """
 
     norm: str
     batch_size: int
     scenario: str = "single"
     method: str = "none"
     seed: int = 0
+    streams: int = 1
 
 
 def evaluate(
@@ -293,6 +300,9 @@ def _cells(
     # Where batches do not matter, another batch size has had the same predictions already.
     same = norm_named(job.norm).per_sample and job.method == "none"
     same = same and all(s.reset for s in stream)  # and there is no state to carry on
+    if job.streams > 1:
+        yield from _score_shards(_Run(network, data, job, grouped), data, job, cells)
+        return
     if grouped and _alongside(job, stream):
         todo = [(s, cell) for s, cell, m in zip(stream, cells, missing, strict=True) if m]
         yield from _score_alongside(_Run(network, data, job, grouped), data, todo)
@@ -327,6 +337,23 @@ def _score_alongside(
     found = run.alongside([segment for segment, _ in todo])
     for (segment, predicted), (_, cell) in zip(found, todo, strict=True):
         seconds = (_now(run.device) - started) / len(todo)
+        yield cell | _outcome(run, data, segment, predicted, seconds)
+
+
+def _score_shards(run: _Run, data: Domains, job: Job, cells: Sequence[Record]) -> Iterator[Record]:
+    """Streams that each have a share of the images, side by side; cells are over all of them."""
+    started = _now(run.device)
+    what = (job.scenario, list(data.images), data.labels.cpu(), job.batch_size, job.seed)
+    streams = shards(*what, job.streams)
+    found = [classes for _, classes in run.alongside([joined(stream) for stream in streams])]
+    parts = [
+        classes.split([len(s.images) for s in stream])
+        for stream, classes in zip(streams, found, strict=True)
+    ]
+    seconds = (_now(run.device) - started) / len(cells)
+    for index, cell in enumerate(cells):
+        segment = joined([stream[index] for stream in streams])
+        predicted = torch.cat([part[index] for part in parts])
         yield cell | _outcome(run, data, segment, predicted, seconds)
 
 
@@ -367,6 +394,8 @@ def _about(network: Network, data: Domains, job: Job) -> Record:
         "order": scenario.order,
         "reset": scenario.reset,
     }
+    if job.streams > 1:
+        config["streams"] = job.streams
     if job.method != "none":
         config["method"] = _method_config(network, data, job)
     if scenario.reset == "never":  # then a cell depends on what was there before it, or with it
@@ -392,6 +421,10 @@ def _about(network: Network, data: Domains, job: Job) -> Record:
 def _check(job: Job, network: Network, data: Domains) -> str | None:
     """Raise on names and sizes that are not there; returns the kind of alpha file it needs."""
     norm = norm_named(job.norm)
+    if job.streams != 1 and not (norm.remembers and job.method == "none"):
+        raise ValueError(f"{job.norm} with {job.method} remembers no streams: expected one.")
+    if not 1 <= job.streams <= len(data.labels):
+        raise ValueError(f"streams is {job.streams}, expected 1 to {len(data.labels)}.")
     if method_named(job.method).needs_agreement and network.agreement is None:
         raise ValueError(
             f"{job.method} looks at source images before it adapts: --source, a folder with the "

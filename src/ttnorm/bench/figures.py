@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,10 +24,16 @@ _COLOURS = {
     "α-BN": "#56b4e9",
     "AdaptiveBN": "#0072b2",
     "MixNorm": "#cc79a7",
+    "EMA": "#aa4499",
     "TTN": "#009e73",
     "TTN (scaled)": "#e69f00",
     "TTN (dynamic)": "#000000",
+    "TTN (stream)": "#882255",
+    "TTN (stream, routed)": "#332288",
+    "TTN (stream, one pool)": "#999933",
 }
+# A norm has its colour whatever adapts over it; what does has a line and a marker
+_LINES = {"": "o-", "TENT": "^--", "SWR": "s:", "COTTA": "D-.", "TTN-ONLINE": "v-."}
 
 
 def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> Figure:
@@ -35,26 +42,35 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
     table = by_batch_size(records, dataset=dataset, scenario=scenario)
     sizes = [column.removeprefix("B = ") for column in table.columns[:-1]]
     figure, axes = _figure(7.4, 4.0)
-    top = 0.0
+    plain = []
     for name, cells in table.rows:
+        method, norm = _method_and_norm(name)
         errors = [float("nan") if c.ours is None else c.ours for c in cells[:-1]]
-        colour = _COLOURS.get(name)
-        width, order = (2.6, 5) if name == "TTN" else (1.5, 3)
-        (line,) = axes.plot(sizes, errors, "o-", markersize=4, label=name, color=colour)
-        line.set(linewidth=width, zorder=order)
-        if name == "Source (CBN)":
-            top = max(errors)
-    # Batch statistics fall to chance at B = 1; the view stays where the others differ.
-    others = [c.ours for name, cells in table.rows if name != "TBN" for c in cells[:-1] if c.ours]
-    if others and not table.higher:
-        ceiling = max(1.6 * top, max(others)) * 1.05
-        axes.set_ylim(min(others) * 0.9, ceiling)
+        colour, line_style = _COLOURS.get(norm), _LINES.get(method, "o-")
+        (line,) = axes.plot(sizes, errors, line_style, markersize=4, label=name, color=colour)
+        line.set(linewidth=2.6 if name == "TTN" else 1.5, zorder=5 if name == "TTN" else 3)
+        if not method and norm != "TBN":
+            plain += [error for error in errors if error == error]
+    # Batch statistics fall to chance at B = 1, and what adapts over them; the view stays where the
+    # others differ.
+    if plain and not table.higher:
+        ceiling = 1.6 * max(plain)
+        lowest = min(c.ours for _, cells in table.rows for c in cells[:-1] if c.ours is not None)
+        axes.set_ylim(lowest * 0.9, ceiling)
         _mark_what_is_above(axes, ceiling)
     axes.set_xlabel("images in a test batch")
     axes.set_ylabel(score_name(records))
     axes.set_title(f"{dataset}, {scenario}", loc="left")
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return figure
+
+
+def _method_and_norm(row: str) -> tuple[str, str]:
+    """Of a row's name: methods without a norm's run over TBN."""
+    method, _, norm = re.sub(r" \([\d,]+ images\)", "", row).rpartition(" + ")
+    if not method and norm in _LINES:
+        return norm, "TBN"
+    return method, norm
 
 
 def error_by_domain(
@@ -173,18 +189,18 @@ def scenes(rows: Mapping[str, Tensor], classes: Sequence[str], title: str) -> Fi
 
 def _mark_what_is_above(axes: Axes, ceiling: float) -> None:
     """Say how far lines go that leave the picture at the top."""
-    for line in list(axes.lines):
-        errors = np.asarray(line.get_ydata(), dtype=float)
-        if errors[-1] > ceiling:
-            axes.annotate(
-                f"{line.get_label()}: {errors[-1]:.0f} % ↑",
-                (len(errors) - 1, 0.98),
-                xycoords=("data", "axes fraction"),
-                ha="right",
-                va="top",
-                color=line.get_color(),
-                fontsize=8,
-            )
+    last = {line: np.asarray(line.get_ydata(), dtype=float)[-1] for line in axes.lines}
+    above = [line for line, error in last.items() if error > ceiling]
+    for place, line in enumerate(above):
+        axes.annotate(
+            f"{line.get_label()}: {last[line]:.0f} % ↑",
+            (len(np.asarray(line.get_ydata())) - 1, 0.98 - 0.06 * place),
+            xycoords=("data", "axes fraction"),
+            ha="right",
+            va="top",
+            color=line.get_color(),
+            fontsize=8,
+        )
 
 
 def save(figure: Figure, path: str | Path) -> None:

@@ -8,7 +8,7 @@ batch may be smaller and counts like any other. Every image of every domain arri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -188,3 +188,25 @@ def segments(
         raise ValueError(f"batch_size is {batch_size}, expected at least 1.")
     generator = Generator().manual_seed(seed)
     return SCENARIOS[scenario].function(domains, labels, batch_size, generator)
+
+
+def shards(
+    scenario: str, domains: list[str], labels: Tensor, batch_size: int, seed: int, number: int
+) -> list[list[Segment]]:
+    """The scenario as so many streams, each with its share of every domain's images."""
+    found = []
+    for first in range(number):
+        own = torch.arange(first, len(labels), number)
+        stream = segments(scenario, domains, labels[own], batch_size, seed)
+        found.append([dataclasses.replace(s, images=own[s.images]) for s in stream])
+    return found
+
+
+def joined(stream: Sequence[Segment]) -> Segment:
+    """All segments as one, which starts anew."""
+    return dataclasses.replace(
+        stream[0],
+        domains=torch.cat([segment.domains for segment in stream]),
+        images=torch.cat([segment.images for segment in stream]),
+        reset=True,
+    )

@@ -30,6 +30,7 @@ NAMES = {
     "alpha-bn": "α-BN",
     "adaptive-bn": "AdaptiveBN",
     "mixnorm": "MixNorm",
+    "ema": "EMA",
     "ttn": "TTN",
     "ttn-scaled": "TTN (scaled)",
     "ttn-dynamic": "TTN (dynamic)",
