@@ -131,24 +131,19 @@ NORMS: dict[str, Norm] = {
     "ttn": Norm(function=ttn, alpha_file="ttn"),
     "ttn-scaled": Norm(function=ttn, options={"scale": 0.4}, alpha_file="ttn"),
     "ttn-dynamic": Norm(function=ttn, alpha_file="dynamic"),
-    "ttn-stream": Norm(
-        function=ttn_stream,
-        options={"memory": "balanced", "window": 200},
-        alpha_file="ttn",
-        remembers=True,
-    ),
-    "ttn-routed": Norm(
-        function=ttn_stream,
-        options={"memory": "routed", "window": 200},
-        alpha_file="ttn",
-        remembers=True,
-    ),
-    "ttn-pool": Norm(
-        function=ttn_stream,
-        options={"memory": "pool", "window": 200},
-        alpha_file="ttn",
-        remembers=True,
-    ),
+    **{
+        name: Norm(
+            function=ttn_stream,
+            options={"memory": memory, "window": 200},
+            alpha_file="ttn",
+            remembers=True,
+        )
+        for name, memory in {
+            "ttn-stream": "routed",
+            "ttn-balanced": "balanced",
+            "ttn-pool": "pool",
+        }.items()
+    },
 }
 
 

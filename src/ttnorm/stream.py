@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .artefact import read_safetensors, write_atomically
 from .memory import Id, Stream, StreamConfig
 from .pooling import average
-from .surgery import STREAM, end_stream_, unwrap
+from .surgery import CONTENT, STREAM, end_stream_, unwrap
 
 FORMAT = "ttnorm-stream"
 STATE = ("mean", "var", "count", "seen", "rejected")  # what an exported graph takes and gives
@@ -35,7 +35,8 @@ def stream_(model: nn.Module, **options: Any) -> nn.Module:
     Args:
         model: a network with test-time normalization layers, from `load_`, `convert_` or
             `post_train_`. Called again, it starts anew.
-        options: see `StreamConfig`.
+        options: see `StreamConfig`. The memory is "routed" unless told otherwise if the network was
+            post-trained or its alpha file says how source images vary, and "balanced" if not.
 
     Returns:
         The same model.
@@ -50,7 +51,8 @@ def stream_(model: nn.Module, **options: Any) -> nn.Module:
     """
     end_stream_(model)
     network = unwrap(model)
-    stream = Stream(model, StreamConfig(**options))
+    memory = "routed" if CONTENT in network.__dict__ else "balanced"
+    stream = Stream(model, StreamConfig(**{"memory": memory, **options}))
     network.__dict__[STREAM] = stream
     stream.hooks = [
         network.register_forward_pre_hook(stream.begin, with_kwargs=True),

@@ -325,7 +325,7 @@ class Cramped:
         return output
 
 
-@pytest.mark.parametrize("norm", ["ttn-stream", "ttn-routed"])
+@pytest.mark.parametrize("norm", ["ttn-stream", "ttn-balanced"])
 @pytest.mark.parametrize("scenario", ["continual", "mixed"])
 def test_streams_side_by_side_are_as_if_each_ran_alone(network, tmp_path, norm, scenario):
     data, job = small_network.domains(), Job(norm=norm, scenario=scenario, batch_size=4)

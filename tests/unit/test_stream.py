@@ -198,6 +198,11 @@ BAD = {
 
 
 class TestRouted:
+    def test_is_the_default_where_it_can_be(self, network):
+        assert stream_of(ttnorm.stream_(network)).config.memory == "routed"
+        bare = ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3)), 0.1)
+        assert stream_of(ttnorm.stream_(bare)).config.memory == "balanced"
+
     def test_domains_that_alternate_are_told_apart(self, network):
         """As if each had a stream of its own, once there were a few frames of both."""
         ttnorm.stream_(network, memory="routed", window=40)
@@ -362,7 +367,7 @@ class TestState:
         assert ttnorm.health(network) == ttnorm.health(other)
 
     def test_of_another_network_is_refused(self, network, tmp_path):
-        ttnorm.stream_(network)
+        ttnorm.stream_(network, memory="balanced")
         ttnorm.save_stream(network, tmp_path / "streams")
         other = ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3)), 0.1)
         with pytest.raises(ValueError, match=r"shape \(1, 10, 14\), expected \(1, 10, 3\)"):

@@ -29,7 +29,7 @@ _COLOURS = {
     "TTN (scaled)": "#e69f00",
     "TTN (dynamic)": "#000000",
     "TTN (stream)": "#882255",
-    "TTN (stream, routed)": "#332288",
+    "TTN (stream, balanced)": "#332288",
     "TTN (stream, one pool)": "#999933",
 }
 # A norm has its colour whatever adapts over it; what does has a line and a marker

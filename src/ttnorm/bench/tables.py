@@ -35,7 +35,7 @@ NAMES = {
     "ttn-scaled": "TTN (scaled)",
     "ttn-dynamic": "TTN (dynamic)",
     "ttn-stream": "TTN (stream)",
-    "ttn-routed": "TTN (stream, routed)",
+    "ttn-balanced": "TTN (stream, balanced)",
     "ttn-pool": "TTN (stream, one pool)",
 }
 
