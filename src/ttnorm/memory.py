@@ -36,6 +36,7 @@ NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in i
 BEGINNING = 0.25  # of the window: how long a batch has a say beside a balanced memory
 MEMORIES = ("pool", "balanced", "routed")
 Id = Hashable
+Places = tuple[Tensor, Tensor]  # rows and slots of the state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,18 +124,17 @@ class Stream:
         samples = x.shape[0]  # an exporter takes a len() for a constant
         if len(self.ids) not in (1, samples):
             raise ValueError(f"{len(self.ids)} ids for a batch of {samples}: expected one each.")
-        group, described = self.group.expand(samples), None
+        group, described, places = self.group.expand(samples), None, None
         with torch.no_grad():
             counts = _usable(x).to(self.dtype)
             if self.routes is not None:
                 shallow = partial(model.forward, *args, **kwargs)
                 described = self.routes.whiten(describe_frames(self.layers, shallow))
                 slot = self.routes.slot(self.state, self.active[group], described)
-                group = group * self.slots + slot
-            share, new = shares(group, counts, len(self.active) * self.slots)
-            shape = (len(self.active) * self.slots, self.cells, -1)
-            memory = average(*(self.state[n][self.active].view(shape) for n in ("mean", "var")))
-            trust = self._trust_in_batch(new)[:, None]
+                group, places = self._places(group, slot)
+            share, new = shares(group, counts, len(self.active if places is None else places[0]))
+            memory = average(self._read("mean", places), self._read("var", places))
+            trust = self._trust_in_batch(new, places)[:, None]
         alpha = self._flat([layer.alpha for layer in self.layers])
         # three are mixed, source, memory and batch: the first two here, for all layers at once
         remembered = alpha * (1 - trust) / (1 - alpha * trust).clamp_min(1e-12)
@@ -146,19 +146,42 @@ class Stream:
             group,
             counts,
             share,
+            places,
             described,
             # a GPU is not asked, for it would have to be waited for, and a compiler cannot be
             mixing=x.is_cuda or torch.compiler.is_compiling() or bool((trust > 0).any()),
             per_layer=[*zip(*(t.split(self.sizes, -1) for t in per_layer), strict=True)],
         )
 
-    def _trust_in_batch(self, new: Tensor) -> Tensor:
-        """The batch's share in what is mixed with the source, for each stream."""
+    def _places(self, streams: Tensor, slot: Tensor) -> tuple[Tensor, Places]:
+        """Where the memories are that samples need, and which of them each of the samples needs."""
+        wanted = streams * self.slots + slot
+        if wanted.is_cuda or torch.compiler.is_compiling():  # all: how many is not to be waited for
+            used = torch.arange(len(self.active) * self.slots, device=wanted.device)
+        else:
+            used, wanted = wanted.unique(return_inverse=True)
+        return wanted, (self.active[used // self.slots], used % self.slots)
+
+    def _read(self, name: str, places: Places | None) -> Tensor:
+        """Of the memories at these places, or of all active streams where each has but one."""
+        if places is None:
+            return self.state[name][self.active]
+        return self.state[name].unflatten(1, (self.slots, -1))[places]
+
+    def _write(self, name: str, places: Places | None, value: Tensor) -> None:
+        if places is None:
+            self.state[name][self.active] = value
+        else:
+            self.state[name].unflatten(1, (self.slots, -1))[places] = value  # a view
+
+    def _trust_in_batch(self, new: Tensor, places: Places | None) -> Tensor:
+        """The batch's share in what is mixed with the source, for each memory."""
         if self.config.memory == "pool":
-            trust, _ = share_of_new(self.state["count"][self.active, 0], new, self.config.window)
+            trust, _ = share_of_new(self._read("count", places)[:, 0], new, self.config.window)
         else:
             # its labels may be all alike, so it helps out only as long as little has been seen
-            seen = self.state["slot_seen" if self.routes else "seen"][self.active].flatten()
+            seen = self.state["seen"][self.active]
+            seen = seen if places is None else self.state["slot_seen"][places]
             seen = seen / (BEGINNING * self.config.window)
             trust = (1 - seen).clamp_min(0) * new / (new + self.config.source)
         return torch.where(trust < NEGLIGIBLE, 0.0, trust)
@@ -196,32 +219,29 @@ class Stream:
         now, self.frames = self.frames, None
         assert now is not None
         mean, var = in_units(*self._moments(now), self.source_mean, self.unit)
-        cells, counts = now.group, now.counts
+        cells, counts, places = now.group, now.counts, now.places
         if self.config.memory != "pool":
             cells = cells * self._cells_for(output) + output.argmax(1) % self.cells
-        if self.routes is not None:  # a frame of no domain is in no memory
-            counts = counts * (now.group % self.slots < self.routes.domains)
-        number = len(self.active) * self.slots
-        share, new = shares(cells, counts, number * self.cells)
+        if self.routes is not None and places is not None:  # a frame of no domain is in no memory
+            counts = counts * (places[1][now.group] < self.routes.domains)
         names = ("count", "mean", "var")
-        before = {name: self.state[name][self.active].flatten(0, 1) for name in names}
+        before = {name: self._read(name, places).flatten(0, 1) for name in names}
+        share, new = shares(cells, counts, len(before["count"]))
         new_mean, new_var = cell_moments(share, cells, mean, var)
-        window = max(1.0, self.config.window / self.cells)
         after = remember(
             **before,
             new=new,
             new_mean=new_mean,
             new_var=new_var,
-            window=window,
+            window=max(1.0, self.config.window / self.cells),
             cross_term=self.cross_term,
         )
         for name, value in zip(names, after, strict=True):
-            self.state[name][self.active] = value.unflatten(0, (len(self.active), -1))
-        streams = now.group // self.slots
-        if self.routes is not None and now.described is not None:
-            by_slot = new.view(-1, self.slots, self.cells).sum(2).long()
-            self.state["slot_seen"][self.active] += by_slot
-            frames = (self.active[streams], now.described, now.group % self.slots, now.counts)
+            self._write(name, places, value.unflatten(0, (-1, self.cells)))
+        streams = self.group.expand(now.group.shape[0])
+        if self.routes is not None and places is not None and now.described is not None:
+            self.state["slot_seen"][places] += new.view(-1, self.cells).sum(1).long()
+            frames = (self.active[streams], now.described, places[1][now.group], now.counts)
             self.routes.remember(self.state, *frames)
         taken = shares(streams, now.counts, len(self.active))[1].long()
         every = shares(streams, torch.ones_like(now.counts), len(self.active))[1].long()
@@ -234,7 +254,7 @@ class Stream:
     def find_domains(self) -> None:
         """Of the streams that were last seen, if it is time for that; routed memories have some."""
         if self.routes is not None:
-            self.routes.look(self.state, self.active, self._blank(1))
+            self.routes.look(self.state, self.active, self._blank)
 
     def _moments(self, now: _Frames) -> Moments:
         """Of every sample in every channel, (N, T)."""
@@ -354,10 +374,11 @@ class _Frames:
     """A forward in progress.
 
     Args:
-        group: which slot of the active streams a sample belongs to, (N,).
+        group: which memory a sample belongs to: of an active stream, or at one of `places`, (N,).
         counts: 1, or 0 for a sample that is not to be remembered, (N,).
         share: of each sample in its stream's part of the batch, (streams, N).
-        described: what it was routed by, (N, D).
+        places: of the memories that are used, where streams have several: rows and slots.
+        described: what a sample was routed by, (N, D).
         mixing: whether any batch has a say in its own statistics.
         per_layer: mean and variance of source and memory, alpha of the batch, (streams, C) each,
             and the source's mean and standard deviation, (C,).
@@ -367,6 +388,7 @@ class _Frames:
     group: Tensor
     counts: Tensor
     share: Tensor
+    places: Places | None
     described: Tensor | None
     mixing: bool
     per_layer: list[tuple[Tensor, ...]]

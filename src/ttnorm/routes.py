@@ -7,6 +7,8 @@ and memories go to the slots that their frames are in from then on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -75,11 +77,11 @@ class Routes:
         state["frames"][rows, place] = frames
         state["frame_slot"][rows, place] = slot
 
-    def look(self, state: State, rows: Tensor, blank: State) -> None:
+    def look(self, state: State, rows: Tensor, blank: Callable[[int], State]) -> None:
         """Look for domains, in the streams of these rows in which it is time for that.
 
         Args:
-            blank: the state of a stream that has seen nothing.
+            blank: the state of so many streams that have seen nothing.
         """
         seen = state["seen"][rows]
         due = (seen // EVERY > state["looked"][rows]) & (seen >= FIRST)
@@ -91,7 +93,7 @@ class Routes:
         there = (torch.arange(RECENT, device=rows.device) < seen[:, None]).to(frames)
         groups = find_groups(frames, there, self.domains)
         slot = nearest(frames, groups)
-        self._inherit(state, rows, blank, *heirs(slot, before, there, self.slots))
+        self._inherit(state, rows, blank(1), *heirs(slot, before, there, self.slots))
         state["frame_slot"][rows, :RECENT] = slot
         for name, value in zip(GROUPS, groups, strict=True):
             state[name][rows] = value
