@@ -30,6 +30,7 @@ bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results and doc
 	$(BIN)/python benchmarks/fold_cost.py
 	$(BIN)/python benchmarks/stream_cost.py
 	$(BIN)/python benchmarks/page.py
+	$(BIN)/python benchmarks/choices.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
