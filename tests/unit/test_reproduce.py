@@ -49,6 +49,14 @@ def test_true_corruptions_are_thirty_post_trainings():
     assert all(len(part.jobs) == 1 for part in found)
 
 
+def test_images_are_divided_among_streams_only_where_a_norm_has_them():
+    jobs = [job for part in parts(EXPERIMENTS["streams"], seeds=3) for job in part.jobs]
+    divided = {(job.norm, job.scenario) for job in jobs if job.streams == 10}
+    norms = ("ttn-stream", "ttn-balanced", "ttn-pool", "ema")
+    assert divided == {(norm, scenario) for norm in norms for scenario in ("continual", "mixed")}
+    assert {job.streams for job in jobs} == {1, 10}
+
+
 def test_all_is_all():
     assert experiments_named(["all"]) == EXPERIMENTS
     with pytest.raises(ValueError, match="There is no experiment 'table16'"):

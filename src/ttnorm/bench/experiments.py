@@ -9,6 +9,7 @@ from ..data.corruptions import CORRUPTIONS
 from ..norms import norm_named
 from .evaluate import Job
 from .paper import BATCH_SIZES
+from .scenarios import SCENARIOS
 
 Row = tuple[str, str]  # norm and method
 
@@ -18,6 +19,9 @@ NORMS: tuple[Row, ...] = tuple(
 )
 # Methods that take hours on everything: the first images of a domain stand for all of them.
 DEAR = {"cotta": 1000, "ttn-online": 1000}
+STREAMS: tuple[Row, ...] = tuple(
+    (norm, "none") for norm in ("ttn-stream", "ttn-balanced", "ttn-pool", "ema")
+)
 METHODS: tuple[Row, ...] = tuple(
     (norm, method) for method in ("tent", "swr") for norm in ("tbn", "ttn")
 )
@@ -35,6 +39,7 @@ class Experiment:
         scenarios: in which streams.
         batch_sizes: of test batches.
         repeated: whether post-training is run with several seeds.
+        streams: that images are divided among, where a norm remembers and nothing starts anew.
     """
 
     title: str
@@ -44,6 +49,7 @@ class Experiment:
     scenarios: tuple[str, ...] = ("single",)
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     repeated: bool = True
+    streams: int = 1
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -129,6 +135,31 @@ EXPERIMENTS: dict[str, Experiment] = {
         batch_sizes=BATCH_SIZES[1:],
     ),
     "table14": Experiment(title="each corruption", rows=(("ttn", "none"),)),
+    # not in the paper
+    "streams": Experiment(
+        title="streams",
+        rows=(*NORMS, *STREAMS),
+        datasets=BOTH,
+        scenarios=("single", "class-sorted", "dirichlet", "continual", "mixed"),
+        repeated=False,
+        streams=10,
+    ),
+    "streams-source": Experiment(
+        title="streams of the source domain",
+        rows=(*NORMS, *STREAMS),
+        datasets=BOTH,
+        scenarios=("source",),
+        repeated=False,
+    ),
+    "streams-alternating": Experiment(
+        title="streams in which domains alternate",
+        rows=(*NORMS, *STREAMS),
+        datasets=BOTH,
+        scenarios=("alternating-10", "alternating-50", "alternating-200"),
+        batch_sizes=(10, 1),
+        repeated=False,
+        streams=10,
+    ),
     "figure1": Experiment(title="error against batch size", rows=NORMS[:2] + NORMS[-1:] + METHODS),
     "figure4": Experiment(title="alpha over depth", variants=("default",), datasets=BOTH),
     "figure5": Experiment(
@@ -186,12 +217,22 @@ def parts(experiment: Experiment, seeds: int, batch_sizes: Sequence[int] = ()) -
         for norm, method in experiment.rows:
             kind = norm_named(norm).alpha_file
             variant = {None: None, "ttn": "default", "dynamic": "dynamic"}[kind]
+            remembers = norm_named(norm).remembers and method == "none"
             jobs = tuple(
-                Job(norm=norm, method=method, scenario=scenario, batch_size=size)
+                Job(
+                    norm=norm,
+                    method=method,
+                    scenario=scenario,
+                    batch_size=size,
+                    streams=experiment.streams
+                    if remembers and not SCENARIOS[scenario].apart
+                    else 1,
+                )
                 for scenario in experiment.scenarios
                 for size in sizes
             )
-            repeats = seeds if variant is not None and method == "none" else 1
+            random = variant is not None and method == "none" and experiment.repeated
+            repeats = seeds if random else 1
             for seed in range(repeats):
                 yield Part(dataset, variant, seed, jobs, DEAR.get(method))
         for variant in experiment.variants:
