@@ -184,7 +184,9 @@ def post_train_(
     result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
     convert_(model, result.alpha)
     with reproducible(loader, config.seed, epoch=0):
-        unwrap(model).__dict__[CONTENT] = content_of(model, loader)
+        content = content_of(model, loader)  # None where a finished run is read with no images
+    if content is not None:
+        unwrap(model).__dict__[CONTENT] = content
     names = {key: identity[key] for key in ("prior augmentation", "augmentation")}
     remember_config(model, as_json(config) | names)
     return result

@@ -63,8 +63,8 @@ def describe_frames(
 
 def content_of(
     model: nn.Module, loader: Loader, *, samples: int = SAMPLES, depth: int = DEPTH
-) -> Content:
-    """How source images differ from each other where `describe_frames` looks.
+) -> Content | None:
+    """How source images differ from each other where `describe_frames` looks; None without any.
 
     Args:
         model: the network, converted or not; it is left as it was.
@@ -79,4 +79,4 @@ def content_of(
             found.append(describe_frames(list(layers.values()), partial(model, x), depth).cpu())
             if sum(map(len, found)) >= samples:
                 break
-    return measure_content(torch.cat(found))
+    return measure_content(torch.cat(found)) if found else None

@@ -95,7 +95,7 @@ def test_without_a_wish_norms_are_those_that_alpha_files_allow(ttnorm, corrupted
     line = EVALUATE.replace("--norm source --norm tbn ", "").replace("--batch-size 1", "")
     assert ttnorm(line)[0] == 0
     norms = {r["norm"] for r in read_records([tmp_path / "r.jsonl"])}
-    assert norms == {"source", "tbn", "alpha-bn", "adaptive-bn", "mixnorm"}
+    assert norms == {"source", "tbn", "alpha-bn", "adaptive-bn", "mixnorm", "ema"}
 
 
 @pytest.mark.parametrize(
