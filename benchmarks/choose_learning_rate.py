@@ -4,7 +4,7 @@ python benchmarks/choose_learning_rate.py CIFAR_FOLDER [--network wrn40_2-cifar1
 
 The paper adapts batches of 200 at 1e-3 on CIFAR and does not say whether the rate is another over
 TTN; on ImageNet it is, by a factor of 50. For each rate: the error while adapting to 10,000
-training images in each of six simulated domains (simulated_domains.py), starting anew in each. No
+training images in each of six simulated domains (source_data.py), starting anew in each. No
 test image and no corruption is looked at.
 """
 
@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import measure
 import torch
-from simulated_domains import simulated
+from source_data import held_out, simulated
 from torch import Tensor
 
 import ttnorm
-from ttnorm.data.cifar import load_cifar
-from ttnorm.data.loader import DeviceLoader
 from ttnorm.methods import METHODS, Method
 from ttnorm.methods.swr import gradient_agreement
 from ttnorm.models import zoo
@@ -30,12 +28,9 @@ def main() -> None:
     parser = measure.source_data_parser(__doc__)
     parser.add_argument("--images", type=int, default=10000)
     args = parser.parse_args()
-    train = load_cifar(args.data, "train")
-    images, labels = train.images.to(args.device), train.labels.to(args.device)
-    held = args.images
-    loader = DeviceLoader(images[:-held], labels[:-held], 200)
+    loader, images, labels = held_out(args, args.images)
     agreement = gradient_agreement(zoo.load(args.network, args.device), loader)
-    domains = simulated(images[-held:].float() / 255)
+    domains = simulated(images)
     records = []
     for name in ("tent", "swr"):
         options = {"weights": agreement} if METHODS[name].needs_agreement else {}
@@ -47,7 +42,7 @@ def main() -> None:
                 else:
                     ttnorm.convert_(model, 1.0)
                 method = METHODS[name].make(model.eval(), batch_size, lr=rate, **options)
-                errors = {d: _error(method, x, labels[-held:]) for d, x in domains.items()}
+                errors = {d: _error(method, x, labels) for d, x in domains.items()}
                 records.append(
                     {
                         "choice": f"{name}, lr",

@@ -4,7 +4,7 @@ python benchmarks/choose_prior_shift.py CIFAR_FOLDER [--network wrn40_2-cifar10]
 
 The paper names the transforms of the prior but not their strength. For each probability: alpha
 post-trained on 40,000 training images, in 10 epochs, and its errors on the other 10,000 in six
-simulated domains (simulated_domains.py) at every batch size. The default of `prior_shift` is the
+simulated domains (source_data.py) at every batch size. The default of `prior_shift` is the
 one with the lowest mean over domains and batch sizes. No test image and no corruption is looked at.
 """
 
@@ -14,12 +14,10 @@ from functools import partial
 
 import measure
 import torch
-from simulated_domains import simulated
+from source_data import held_out, simulated
 from torch import Tensor, nn
 
 import ttnorm
-from ttnorm.data.cifar import load_cifar
-from ttnorm.data.loader import DeviceLoader
 from ttnorm.models import zoo
 
 INVERT = (0.1, 0.2, 0.3, 0.5)
@@ -31,14 +29,11 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=10000)
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
-    train = load_cifar(args.data, "train")
-    images, labels = train.images.to(args.device), train.labels.to(args.device)
-    held = args.held_out
-    loader = DeviceLoader(images[:-held], labels[:-held], 200)
-    domains = simulated(images[-held:].float() / 255)
+    loader, images, labels = held_out(args, args.held_out)
+    domains = simulated(images)
     model = zoo.load(args.network, args.device)
     ttnorm.convert_(model, 0.0)
-    source = {name: _errors(model, x, labels[-held:])[200] for name, x in domains.items()}
+    source = {name: _errors(model, x, labels)[200] for name, x in domains.items()}
     ttnorm.revert_(model)
     print("source:", source, flush=True)
     records = []
@@ -49,7 +44,7 @@ def main() -> None:
             ttnorm.PostTrainConfig(epochs=args.epochs),
             prior_augment=partial(ttnorm.prior_shift, invert=invert),
         )
-        errors = {name: _errors(model, x, labels[-held:]) for name, x in domains.items()}
+        errors = {name: _errors(model, x, labels) for name, x in domains.items()}
         ttnorm.revert_(model)
         every = [error for by_size in errors.values() for error in by_size.values()]
         prior = result.prior or {}
@@ -59,7 +54,7 @@ def main() -> None:
                 "value": invert,
                 "network": args.network,
                 "epochs": args.epochs,
-                "images": held,
+                "images": args.held_out,
                 "source's error": source,
                 "error by batch size": errors,
                 "mean error": sum(every) / len(every),

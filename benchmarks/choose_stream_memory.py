@@ -2,7 +2,7 @@
 
 python benchmarks/choose_stream_memory.py CIFAR_FOLDER [--network wrn40_2-cifar10] [--device cuda]
 
-The last 500 training images in six domains (simulated_domains.py), frame by frame. Each domain as a
+The last 500 training images in six domains (source_data.py), frame by frame. Each domain as a
 stream of its own in random order, sorted by class, and with classes that come and go; and all of
 them in one stream: one after another, alternating every 50 frames, and mixed. For comparison the
 source network, and TTN with single frames for batches. No test image and no corruption is looked
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import measure
 import torch
-from simulated_domains import simulated
+from source_data import simulated
 from torch import Tensor, nn
 
 import ttnorm

@@ -18,11 +18,10 @@ from typing import Any
 
 import measure
 import torch
+from source_data import held_out
 from torch import Generator, Tensor
 
 import ttnorm
-from ttnorm.data.cifar import load_cifar
-from ttnorm.data.loader import DeviceLoader
 from ttnorm.methods import Method
 from ttnorm.methods.none import NoAdaptation
 from ttnorm.methods.swr import gradient_agreement, swr
@@ -37,21 +36,17 @@ def main() -> None:
     parser = measure.source_data_parser(__doc__)
     parser.add_argument("--images", type=int, default=10000)
     args = parser.parse_args()
-    train = load_cifar(args.data, "train")
-    images, labels = train.images.to(args.device), train.labels.to(args.device)
-    held = args.images
-    loader = DeviceLoader(images[:-held], labels[:-held], 64)
+    loader, images, labels = held_out(args, args.images)
     weights = gradient_agreement(zoo.load(args.network, args.device), loader)
-    clean = images[-held:].float() / 255
     shifted = [
-        ttnorm.prior_shift(clean, Generator().manual_seed(seed), invert=1.0, per="batch")
+        ttnorm.prior_shift(images, Generator().manual_seed(seed), invert=1.0, per="batch")
         for seed in SHIFTS
     ]
     methods: dict[str, Callable[..., Method]] = {"TBN": NoAdaptation, "TENT": tent}
     methods |= {f"SWR, {s:g}": partial(swr, weights=weights, strength=s) for s in STRENGTHS}
     records: list[dict[str, Any]] = []
     for name, make in methods.items():
-        errors = [_error(make, args, x, labels[-held:]) for x in shifted]
+        errors = [_error(make, args, x, labels) for x in shifted]
         mean = sum(errors) / len(errors)
         records.append(
             {

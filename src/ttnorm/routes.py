@@ -69,11 +69,10 @@ class Routes:
             frames, slot: see `slot`.
             counts: 1, or 0 for a frame that is not to be kept.
         """
-        kept = counts.long()
         same = (rows[:, None] == rows) & (counts > 0)
         before = same.tril(-1).sum(1)  # frames of the same stream that come earlier in the batch
         place = (state["seen"][rows] + before) % RECENT
-        place = torch.where(kept > 0, place, RECENT)  # beyond what is looked at
+        place = torch.where(counts > 0, place, RECENT)  # beyond what is looked at
         state["frames"][rows, place] = frames
         state["frame_slot"][rows, place] = slot
 

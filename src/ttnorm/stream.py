@@ -2,7 +2,7 @@
 
 A frame alone says little about its domain; a stream of frames says a lot. Every layer's moments are
 remembered, and a batch of any size is normalised with a mixture of the source's, the memory's and
-its own. No gradient, no second forward, constant memory. See `memory` for how.
+its own. No gradient, no second full forward, constant memory. See `memory` for how.
 """
 
 from __future__ import annotations

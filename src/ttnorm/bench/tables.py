@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.corruptions import CORRUPTIONS
 from . import paper
-from .experiments import DEAR
+from .experiments import DEAR, Experiment
 from .records import Record, variant_of
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
-
-    from .experiments import Experiment
 
 NAMES = {
     "source": "Source (CBN)",

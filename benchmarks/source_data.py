@@ -1,0 +1,38 @@
+"""Source images for the scripts that choose something: held out, and in domains that no test
+corruption is."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ttnorm.data.cifar import load_cifar
+from ttnorm.data.loader import DeviceLoader
+
+
+def held_out(args: Namespace, count: int) -> tuple[DeviceLoader, Tensor, Tensor]:
+    """The last `count` training images, in [0, 1], and their labels, after a loader of the others.
+
+    Args:
+        args: of `measure.source_data_parser`.
+        count: of images.
+    """
+    images, labels = (t.to(args.device) for t in load_cifar(args.data, "train"))
+    loader = DeviceLoader(images[:-count], labels[:-count], 200)
+    return loader, images[-count:].float() / 255, labels[-count:]
+
+
+def simulated(x: Tensor) -> dict[str, Tensor]:
+    """Clean, inverted, solarized, posterized, shrunk and dark."""
+    small = F.pad(F.interpolate(x, scale_factor=0.5, mode="area"), (8, 8, 8, 8), mode="replicate")
+    return {
+        "clean": x,
+        "inverted": 1 - x,
+        "solarized": torch.where(x > 0.5, 1 - x, x),
+        "posterized": (3 * x).round() / 3,
+        "shrunk": small,
+        "dark": x.mean(1, keepdim=True).expand_as(x) ** 2.5,
+    }
