@@ -327,3 +327,24 @@ def test_gradient_agreement_looks_at_the_same_images_whenever_it_is_asked():
     model = small_network.network()
     first = gradient_agreement(model, loader, samples=16)
     assert gradient_agreement(model, loader, samples=16) == first
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 10])
+def test_sliding_window_is_every_batch_with_the_last_inputs(at_once):
+    x, batch_size, window = stream(20), 3, 8
+    method = METHODS["sliding"].make(converted(1.0), batch_size, window=window)
+    ours = torch.cat([method(part) for part in x.split(at_once * batch_size)])
+    model, theirs = converted(1.0), []
+    for begin in range(0, len(x), batch_size):
+        last = x[max(0, begin + batch_size - window) : begin + batch_size]
+        theirs.append(model(last)[-len(x[begin : begin + batch_size]) :])
+    # the last batch is smaller, so its window begins later
+    theirs[-1] = model(x[-window:])[-2:]
+    same(ours, torch.cat(theirs))
+
+
+def test_sliding_window_wants_room_for_a_batch_and_a_norm_without_a_memory():
+    with pytest.raises(ValueError, match="at least the batch size"):
+        METHODS["sliding"].make(converted(), 4, window=3)
+    with pytest.raises(ValueError, match="remembers"):
+        METHODS["sliding"].make(ttnorm.stream_(converted(), memory="pool"), 4)

@@ -102,7 +102,7 @@ def test_a_method_that_is_too_dear_for_all_images_says_how_many_it_had():
     ((title, _), together), *more = tables.split(whole + dear).items()
     assert title == "cifar10-c"
     assert not more
-    assert "COTTA (1,000 images)" in dict(table(together).rows)
+    assert "CoTTA (1,000 images)" in dict(table(together).rows)
 
 
 def test_two_records_of_one_cell_are_not_mixed_up():

@@ -17,8 +17,8 @@ BOTH = ("cifar10", "cifar100")
 NORMS: tuple[Row, ...] = tuple(
     (norm, "none") for norm in ("source", "tbn", "adaptive-bn", "alpha-bn", "mixnorm", "ttn")
 )
-# Methods that take hours on everything: the first images of a domain stand for all of them.
-DEAR = {"cotta": 1000, "ttn-online": 1000}
+DEAR = ("cotta", "ttn-online", "sliding")  # methods that take hours on everything
+FIRST = 1000  # images of a domain, which then stand for all of them
 STREAMS: tuple[Row, ...] = tuple(
     (norm, "none") for norm in ("ttn-stream", "ttn-balanced", "ttn-pool", "ema")
 )
@@ -144,6 +144,17 @@ EXPERIMENTS: dict[str, Experiment] = {
         repeated=False,
         streams=10,
     ),
+    "streams-methods": Experiment(
+        title="adapting over streams",
+        rows=(("ttn-stream", "tent"), ("ttn-stream", "swr")),
+        batch_sizes=BATCH_SIZES[:3],
+        repeated=False,
+    ),
+    "sliding": Experiment(
+        title="the last 200 inputs run again with every batch",
+        rows=(("tbn", "sliding"),),
+        repeated=False,
+    ),
     "streams-source": Experiment(
         title="streams of the source domain",
         rows=(*NORMS, *STREAMS),
@@ -169,6 +180,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         repeated=False,
     ),
 }
+
+
+def is_dear(norm: str, method: str) -> bool:
+    """Whether it is run on the first images of a domain alone."""
+    # what adapts over a memory goes from batch to batch, and not from window to window
+    return method in DEAR or (method != "none" and norm_named(norm).remembers)
 
 
 def experiments_named(names: Sequence[str]) -> dict[str, Experiment]:
@@ -234,7 +251,7 @@ def parts(experiment: Experiment, seeds: int, batch_sizes: Sequence[int] = ()) -
             random = variant is not None and method == "none" and experiment.repeated
             repeats = seeds if random else 1
             for seed in range(repeats):
-                yield Part(dataset, variant, seed, jobs, DEAR.get(method))
+                yield Part(dataset, variant, seed, jobs, FIRST if is_dear(norm, method) else None)
         for variant in experiment.variants:
             jobs = tuple(Job(norm="ttn", batch_size=size) for size in sizes)
             for seed in range(seeds if experiment.repeated else 1):

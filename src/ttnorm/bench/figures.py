@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..data.corruptions import CORRUPTIONS
 from .records import Record, variant_of
-from .tables import NAMES, by_batch_size, by_domain, score_name
+from .tables import METHOD_NAMES, NAMES, by_batch_size, by_domain, score_name
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; TTN always has the same one
 _COLOURS = {
@@ -33,7 +33,8 @@ _COLOURS = {
     "TTN (stream, one pool)": "#999933",
 }
 # A norm has its colour whatever adapts over it; what does has a line and a marker
-_LINES = {"": "o-", "TENT": "^--", "SWR": "s:", "COTTA": "D-.", "TTN-ONLINE": "v-."}
+_LINES = {"": "o-", "TENT": "^--", "SWR": "s:", "CoTTA": "D-.", "online": "v-."}
+_LINES |= {METHOD_NAMES["sliding"]: "x-."}
 
 
 def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> Figure:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.corruptions import CORRUPTIONS
 from . import paper
-from .experiments import DEAR, Experiment
+from .experiments import FIRST, Experiment, is_dear
 from .records import Record, variant_of
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ NAMES = {
     "ttn-balanced": "TTN (stream, balanced)",
     "ttn-pool": "TTN (stream, one pool)",
 }
+METHOD_NAMES = {"cotta": "CoTTA", "ttn-online": "online", "sliding": "TBN of the last 200 inputs"}
 
 
 # Variants of post-training that are compared, and what readers call them
@@ -106,14 +107,15 @@ def row_name(norm: str, method: str) -> str:
     name = NAMES.get(norm, norm.replace("constant-", "α = "))
     if method == "none":
         return name
-    return method.upper() if norm == "tbn" else f"{method.upper()} + {name}"
+    title = METHOD_NAMES.get(method, method.upper())
+    return title if norm == "tbn" else f"{title} + {name}"
 
 
 def split(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
     """Records that belong into one table, by a title for it and the scenario.
 
     A table has one data set, scenario, severity, network and number of images, but for methods that
-    are too dear for all of them (`experiments.DEAR`), and for domains of scenes, which differ in
+    are too dear for all of them (`experiments.is_dear`), and for domains of scenes, which differ in
     severity and number.
     """
     records = list(records)
@@ -366,7 +368,8 @@ def _rows(records: Sequence[Record]) -> list[tuple[str, str]]:
 
 
 def _is_dear(record: Record) -> bool:
-    return record["config"]["subset"] == DEAR.get(record["method"])
+    few = record["config"]["subset"] == FIRST
+    return few and is_dear(record["norm"], record["method"])
 
 
 def _row_title(norm: str, method: str, records: Sequence[Record]) -> str:

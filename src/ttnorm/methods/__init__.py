@@ -18,6 +18,7 @@ from torch import Tensor
 from . import cotta, swr, tent, ttn_online
 from .none import NoAdaptation
 from .setting import Setting
+from .sliding import SlidingWindow
 
 
 class Method(Protocol):
@@ -64,6 +65,7 @@ METHODS: dict[str, MethodSpec] = {
     "swr": MethodSpec(swr.swr, swr.settings, needs_agreement=True),
     "cotta": MethodSpec(cotta.cotta, cotta.settings, per_pixel=False),
     "ttn-online": MethodSpec(ttn_online.ttn_online, ttn_online.settings),
+    "sliding": MethodSpec(SlidingWindow),
 }
 
 
