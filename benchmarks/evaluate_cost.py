@@ -12,7 +12,8 @@ import measure
 import torch
 from torch import Tensor
 
-from ttnorm.bench.evaluate import Domains, Job, Network, predictions
+from ttnorm.bench.job import Domains, Job, Network
+from ttnorm.bench.predict import predictions
 from ttnorm.data.cifar import load_cifar
 from ttnorm.demo import ASSETS
 from ttnorm.models import zoo

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ttnorm import artefact, surgery
-from ttnorm.bench.evaluate import Domains, Network
+from ttnorm.bench.job import Domains, Network
 from ttnorm.shallow import content_of
 
 

@@ -19,7 +19,7 @@ from ttnorm.bench.imagenet import ImageNetBench
 from ttnorm.bench.records import read_records
 from ttnorm.bench.reproduce import reproduce
 from ttnorm.bench.shards import merge
-from ttnorm.bench.subject import Scale
+from ttnorm.bench.subject import Scale, Setup
 
 USER_CODE = """
     import torch
@@ -143,8 +143,9 @@ def test_corruptions_that_were_made_here_are_scored_as_well(folder):
 def test_the_papers_table_is_run_once(folder, tmp_path):
     torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "w.pth")
     scale = Scale(("contrast", "pixelate"), images=6, train=8, epochs=1, seeds=2, batch_sizes=(4,))
-    places = (tmp_path / "work", tmp_path / "alphas", None, "cpu", scale)
-    bench = ImageNetBench("timm/test_resnet", tmp_path / "w.pth", folder, *places)
+    folders = {"work": tmp_path / "work", "alphas": tmp_path / "alphas"}
+    setup = Setup(**folders, device="cpu", scale=scale)
+    bench = ImageNetBench("timm/test_resnet", tmp_path / "w.pth", folder, setup)
     for _ in range(2):
         reproduce(["table13"], {"any": bench}, tmp_path / "records")
     records = read_records([tmp_path / "records"])
@@ -156,7 +157,7 @@ def test_the_papers_table_is_run_once(folder, tmp_path):
     (table,) = tables.of_experiment(EXPERIMENTS["table13"], records)
     assert all(cell.ours is not None for _, cells in table.rows for cell in cells)
     # the weights of SWR are kept, and so are the records that name them
-    bench = ImageNetBench("timm/test_resnet", tmp_path / "w.pth", folder, *places)
+    bench = ImageNetBench("timm/test_resnet", tmp_path / "w.pth", folder, setup)
     reproduce(["table13"], {"any": bench}, tmp_path / "records")
     assert read_records([tmp_path / "records"]) == records
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import ttnorm
 from ttnorm import artefact, cli
+from ttnorm.cli.printing import histogram
 
 USER_CODE = """
     import torch
@@ -108,7 +109,7 @@ def test_info_shows_layers_and_how_it_was_made(alpha_file):
 
 
 def test_histogram_has_a_bar_where_the_alphas_are():
-    bars = cli._histogram(torch.tensor([0.0] * 8 + [0.51, 1.0]))
+    bars = histogram(torch.tensor([0.0] * 8 + [0.51, 1.0]))
     assert len(bars) == 20
     assert bars == "▇" + "·" * 9 + "▁" + "·" * 8 + "▁"
 

@@ -6,8 +6,11 @@ import pytest
 import small_network
 import torch
 
-from ttnorm.bench import evaluate as bench
-from ttnorm.bench.evaluate import Job, evaluate, predictions
+from ttnorm.bench import evaluate as scoring
+from ttnorm.bench import predict
+from ttnorm.bench.evaluate import evaluate
+from ttnorm.bench.job import Job, Network, classes_of
+from ttnorm.bench.predict import Run, predictions
 from ttnorm.bench.records import RecordFile, read_records
 from ttnorm.bench.scenarios import SCENARIOS
 from ttnorm.methods import METHODS
@@ -40,7 +43,7 @@ def wrong(records):
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("size", [6, 1])
 def test_groups_give_the_predictions_of_the_plain_loop(network, norm, scenario, size, monkeypatch):
-    monkeypatch.setitem(bench.SAMPLES_AT_ONCE, "cpu", 20)
+    monkeypatch.setitem(predict.SAMPLES_AT_ONCE, "cpu", 20)
     job = Job(norm=norm, scenario=scenario, batch_size=size)
     data = small_network.domains()
     pairs = zip(
@@ -86,8 +89,8 @@ def test_the_ragged_last_batch_counts(run):
 
 def test_norms_that_ignore_the_batch_run_once(run, monkeypatch):
     scored = []
-    score = bench._score
-    monkeypatch.setattr(bench, "_score", lambda *args: scored.append(1) or score(*args))
+    score = scoring._score
+    monkeypatch.setattr(scoring, "_score", lambda *args: scored.append(1) or score(*args))
     records = run(small_network.domains(), *(Job(norm="source", batch_size=b) for b in (8, 4, 1)))
     assert len(records) == 9
     assert len(scored) == 3
@@ -158,7 +161,7 @@ def test_other_images_are_other_cells(run):
 def test_what_is_on_file_is_not_run_again(run, monkeypatch):
     data, job = small_network.domains(), Job(norm="ttn", batch_size=7)
     records = run(data, job)
-    monkeypatch.setattr(bench, "_score", lambda *_: pytest.fail("it ran again"))
+    monkeypatch.setattr(scoring, "_score", lambda *_: pytest.fail("it ran again"))
     assert run(data, job) == records
 
 
@@ -173,7 +176,7 @@ def test_the_network_is_not_changed(network, run):
 def test_a_network_in_train_mode_is_only_looked_at(network):
     network.model.train()
     before = {name: t.clone() for name, t in network.model.state_dict().items()}
-    assert bench.classes_of(network.model, (32, 32)) == 10
+    assert classes_of(network.model, (32, 32)) == 10
     assert network.model.training
     after = network.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -181,13 +184,13 @@ def test_a_network_in_train_mode_is_only_looked_at(network):
 
 def test_a_network_is_asked_once_for_its_classes(network, monkeypatch):
     assert network.classes((32, 32)) == 10
-    monkeypatch.setattr(bench, "classes_of", lambda *_: pytest.fail("it was asked again"))
+    monkeypatch.setattr("ttnorm.bench.job.classes_of", lambda *_: pytest.fail("it was asked again"))
     assert network.classes((32, 32)) == 10
 
 
 def test_large_images_run_in_smaller_parts(network, monkeypatch):
-    monkeypatch.setitem(bench.PIXELS_AT_ONCE, "cpu", 9 * 32 * 32)
-    run = bench._Run(network, small_network.domains(), Job(norm="tbn", batch_size=4), True)
+    monkeypatch.setitem(predict.PIXELS_AT_ONCE, "cpu", 9 * 32 * 32)
+    run = Run(network, small_network.domains(), Job(norm="tbn", batch_size=4), True)
     assert run.samples == 8
 
 
@@ -206,7 +209,7 @@ class TestErrors:
             run(data, Job(norm="tbn", batch_size=4))
 
     def test_no_alpha_file(self, tmp_path):
-        network = bench.Network("bare", small_network.network())
+        network = Network("bare", small_network.network())
         file = RecordFile(tmp_path / "r.jsonl")
         with pytest.raises(ValueError, match="ttn needs an alpha file of bare"):
             evaluate(network, small_network.domains(), [Job(norm="ttn", batch_size=4)], file)

@@ -9,7 +9,7 @@ from ttnorm.bench.experiments import EXPERIMENTS, experiments_named, parts
 from ttnorm.bench.records import read_records, variant_of
 from ttnorm.bench.reproduce import reproduce
 from ttnorm.bench.scenarios import SCENARIOS
-from ttnorm.bench.subject import Scale
+from ttnorm.bench.subject import Scale, Setup
 from ttnorm.bench.variants import VARIANTS
 from ttnorm.cli import app
 from ttnorm.demo import ASSETS
@@ -68,8 +68,9 @@ def bench(tmp_path):
     scale = Scale(
         corruptions=("contrast",), images=8, train=200, epochs=1, seeds=1, batch_sizes=(4,)
     )
-    folders = (ASSETS / "cifar10", tmp_path / "work", tmp_path / "alphas")
-    return {"cifar10": CifarBench("cifar10", *folders, None, "cpu", scale)}
+    folders = {"work": tmp_path / "work", "alphas": tmp_path / "alphas"}
+    setup = Setup(**folders, device="cpu", scale=scale)
+    return {"cifar10": CifarBench("cifar10", ASSETS / "cifar10", setup)}
 
 
 def test_an_experiment_runs_once(bench, tmp_path, caplog):

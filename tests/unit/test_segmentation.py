@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import ttnorm
-from ttnorm.bench.evaluate import Domains, Job, Network, evaluate
+from ttnorm.bench.evaluate import evaluate
+from ttnorm.bench.job import Domains, Job, Network
 from ttnorm.bench.records import RecordFile, read_records
 from ttnorm.bench.scores import class_overlap, score
 from ttnorm.data.images import VOID, Images

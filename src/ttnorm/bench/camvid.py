@@ -19,10 +19,11 @@ from ..data.images import Images
 from ..data.label_maps import CAMVID_CLASSES
 from ..data.segmentation import load_scenes
 from ..models.segmentation import load_checkpoint
-from .evaluate import Domains, Job, Network, predictions
 from .experiments import Part
 from .figures import scenes
-from .subject import Scale, Subject
+from .job import Domains, Job, Network
+from .predict import predictions
+from .subject import Setup, Subject
 from .variants import SEVERITY, Source
 
 DUSK = "0001TP"
@@ -55,11 +56,7 @@ class CamvidBench:
     Args:
         checkpoint: the network, as `ttnorm train-segmentation` wrote it.
         folder: with CamVid.
-        work: for corrupted frames.
-        alphas: for alpha files.
-        textures: the folder with frost's pictures.
-        device: to run on.
-        scale: how much.
+        setup: where it runs, and how much.
         severity: of the corruptions.
         skip_bad: leave out frames that cannot be used.
     """
@@ -70,30 +67,23 @@ class CamvidBench:
         self,
         checkpoint: Path,
         folder: Path,
-        work: Path,
-        alphas: Path,
-        textures: Path | None,
-        device: str,
-        scale: Scale,
+        setup: Setup,
         *,
         severity: int = SEVERITY,
         skip_bad: bool = False,
     ) -> None:
-        self.severity = severity
-        self.checkpoint, self.folder, self.skip_bad = checkpoint, folder, skip_bad
-        self.work, self.alphas, self.textures = work, alphas, textures
-        self.device, self.scale = device, scale
-        for made in (work, alphas):
-            made.mkdir(parents=True, exist_ok=True)
+        self.checkpoint, self.folder, self.setup = checkpoint, folder, setup
+        self.severity, self.skip_bad = severity, skip_bad
+        setup.make_folders()
 
     @cached_property
     def model(self) -> nn.Module:
-        return load_checkpoint(self.checkpoint, self.device)
+        return load_checkpoint(self.checkpoint, self.setup.device)
 
     @cached_property
     def subject(self) -> Subject:
         name = self.checkpoint.name.split(".")[0]
-        return Subject(name, self.model, self.source, self.alphas)
+        return Subject(name, self.model, self.source, self.setup.alphas)
 
     def source(self, variant: str) -> Source:
         return self._source
@@ -102,8 +92,8 @@ class CamvidBench:
     def _source(self) -> Source:
         frames = source_frames(self.folder, skip_bad=self.skip_bad)
         return Source(
-            Images(*(t[: self.scale.train].to(self.device) for t in frames)),
-            epochs=min(self.scale.epochs, EPOCHS),
+            Images(*(t[: self.setup.scale.train].to(self.setup.device) for t in frames)),
+            epochs=min(self.setup.scale.epochs, EPOCHS),
             batch_size=BATCH_SIZE,
             # what leaves pixels where they are, as masks do
             augment=partial(domain_shift, parts=("jitter", "blur")),
@@ -118,22 +108,22 @@ class CamvidBench:
         options = {"keep": _is_day, "skip_bad": self.skip_bad}
         day = load_scenes("camvid", self.folder, "test", **options)  # type: ignore[arg-type]
         dusk = dusk_frames(self.folder, skip_bad=self.skip_bad)
-        day, dusk = (Images(*(t[: self.scale.images] for t in x)) for x in (day, dusk))
+        day, dusk = (Images(*(t[: self.setup.scale.images] for t in x)) for x in (day, dusk))
         found = [
             Domains("camvid", 0, {"day": day.images}, day.labels),
             Domains("camvid", 0, {"dusk": dusk.images}, dusk.labels),
             Domains("camvid", self.severity, self._corrupted(day.images), day.labels),
         ]
-        return [domains.to(self.device) for domains in found]
+        return [domains.to(self.setup.device) for domains in found]
 
     def _corrupted(self, frames: Tensor) -> dict[str, Tensor]:
-        folder, numbers = self.work / "camvid-c", torch.arange(len(frames))
+        folder, numbers = self.setup.work / "camvid-c", torch.arange(len(frames))
         make_corrupted(
             Images(frames, numbers),
             folder,
             corruptions=CORRUPTIONS,
             severities=(self.severity,),
-            textures=self.textures,
+            textures=self.setup.textures,
         )
         height, width = frames.shape[-2:]
         limits = {"size": (height, width), "classes": len(frames)}

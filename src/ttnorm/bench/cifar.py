@@ -12,9 +12,9 @@ from ..data.cifar import load_cifar
 from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.images import Images
 from ..models import zoo
-from .evaluate import Domains, Network
 from .experiments import Part
-from .subject import Scale, Subject
+from .job import Domains, Network
+from .subject import Setup, Subject
 from .variants import SEVERITY, VARIANTS, Source
 
 
@@ -24,64 +24,53 @@ class CifarBench:
     Args:
         dataset: "cifar10" or "cifar100".
         folder: with that data set.
-        work: for corrupted images.
-        alphas: for alpha files that are not shipped.
-        textures: the folder with frost's pictures.
-        device: to run on.
-        scale: how much.
+        setup: where it runs, and how much.
     """
 
-    def __init__(
-        self,
-        dataset: str,
-        folder: Path,
-        work: Path,
-        alphas: Path,
-        textures: Path | None,
-        device: str,
-        scale: Scale,
-    ) -> None:
-        self.dataset, self.folder, self.textures = dataset, folder, textures
-        self.work, self.alphas, self.device, self.scale = work, alphas, device, scale
+    def __init__(self, dataset: str, folder: Path, setup: Setup) -> None:
+        self.dataset, self.folder, self.setup = dataset, folder, setup
         self.name, self.records = f"wrn40_2-{dataset}", f"{dataset}-c.jsonl"
-        for folder in (work, alphas):
-            folder.mkdir(parents=True, exist_ok=True)
+        setup.make_folders()
 
     @cached_property
     def model(self) -> nn.Module:
-        return zoo.load(self.name, self.device)
+        return zoo.load(self.name, self.setup.device)
 
     @cached_property
     def test(self) -> Images:
         test = load_cifar(self.folder, "test")
-        return Images(*(t[: self.scale.images] for t in test))
+        return Images(*(t[: self.setup.scale.images] for t in test))
 
     @cached_property
     def train(self) -> Images:
         train = load_cifar(self.folder, "train")
-        return Images(*(t[: self.scale.train].to(self.device) for t in train))
+        return Images(*(t[: self.setup.scale.train].to(self.setup.device) for t in train))
 
     @cached_property
     def clean(self) -> Domains:
         return Domains(self.dataset, 0, {"clean": self.test.images}, self.test.labels).to(
-            self.device
+            self.setup.device
         )
 
     @cached_property
     def corrupted(self) -> Domains:
-        loaded = self._under(self.test, "test", self.scale.corruptions)
+        loaded = self._under(self.test, "test", self.setup.scale.corruptions)
         images = {name: x.images for name, x in loaded.items()}
-        return Domains(f"{self.dataset}-c", SEVERITY, images, self.test.labels).to(self.device)
+        return Domains(f"{self.dataset}-c", SEVERITY, images, self.test.labels).to(
+            self.setup.device
+        )
 
     @cached_property
     def subject(self) -> Subject:
-        return Subject(self.name, self.model, self.source, self.alphas)
+        return Subject(self.name, self.model, self.source, self.setup.alphas)
 
     def source(self, variant: str) -> Source:
         corruption = VARIANTS[variant].corruption
         corrupted = self._under(self.train, "train", (corruption,)) if corruption else {}
-        corrupted = {name: Images(*(t.to(self.device) for t in x)) for name, x in corrupted.items()}
-        return Source(self.train, corrupted, self.textures, self.scale.epochs)
+        corrupted = {
+            name: Images(*(t.to(self.setup.device) for t in x)) for name, x in corrupted.items()
+        }
+        return Source(self.train, corrupted, self.setup.textures, self.setup.scale.epochs)
 
     def tests(self, clean: bool) -> list[Domains]:
         return [self.clean if clean else self.corrupted]
@@ -90,9 +79,9 @@ class CifarBench:
         return self.subject.network(part)
 
     def _under(self, clean: Images, split: str, names: Sequence[str]) -> Mapping[str, Images]:
-        folder = self.work / f"{self.dataset}-c-{split}"
+        folder = self.setup.work / f"{self.dataset}-c-{split}"
         clean = Images(*(t.cpu() for t in clean))
         make_corrupted(
-            clean, folder, corruptions=names, severities=(SEVERITY,), textures=self.textures
+            clean, folder, corruptions=names, severities=(SEVERITY,), textures=self.setup.textures
         )
         return {name: load_corrupted(folder, name, SEVERITY) for name in names}

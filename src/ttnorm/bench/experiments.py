@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..data.corruptions import CORRUPTIONS
 from ..norms import norm_named
-from .evaluate import Job
+from .job import Job
 from .paper import BATCH_SIZES
 from .scenarios import SCENARIOS
 

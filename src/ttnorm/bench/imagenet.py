@@ -13,9 +13,9 @@ from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.imagenet import CLASSES, MOST, load_imagenet, split_folder
 from ..data.images import Images
 from ..models import imagenet
-from .evaluate import Domains, Network
 from .experiments import Part
-from .subject import Scale, Subject
+from .job import Domains, Network
+from .subject import Setup, Subject
 from .variants import SEVERITY, Source
 
 BATCH_SIZE = 64  # the paper's for post-training
@@ -30,11 +30,7 @@ class ImageNetBench:
         network: its name; see `models.imagenet`.
         weights: a file of its weights, or None to download them.
         folder: with test (or val) and source (or train), each with folders of classes.
-        work: for corrupted images.
-        alphas: for alpha files.
-        textures: the folder with frost's pictures.
-        device: to run on.
-        scale: how much.
+        setup: where it runs, and how much.
         skip_bad: leave out images that cannot be read.
     """
 
@@ -45,41 +41,35 @@ class ImageNetBench:
         network: str,
         weights: Path | None,
         folder: Path,
-        work: Path,
-        alphas: Path,
-        textures: Path | None,
-        device: str,
-        scale: Scale,
+        setup: Setup,
         *,
         skip_bad: bool = False,
     ) -> None:
         imagenet.check(network)
         self.name, self.weights, self.folder = network, weights, folder
-        self.work, self.alphas, self.textures = work, alphas, textures
-        self.device, self.scale, self.skip_bad = device, scale, skip_bad
+        self.setup, self.skip_bad = setup, skip_bad
         self.preprocessing = imagenet.preprocessing_of(network)
-        for made in (work, alphas):
-            made.mkdir(parents=True, exist_ok=True)
+        setup.make_folders()
 
     @cached_property
     def model(self) -> nn.Module:
-        return imagenet.load(self.name, self.weights, self.device)
+        return imagenet.load(self.name, self.weights, self.setup.device)
 
     @cached_property
     def subject(self) -> Subject:
         name = self.name.replace("/", "-")
-        return Subject(name, self.model, self.source, self.alphas)
+        return Subject(name, self.model, self.source, self.setup.alphas)
 
     def source(self, variant: str) -> Source:
         return self._source
 
     @cached_property
     def _source(self) -> Source:
-        train = self._images("source", self.scale.train or MOST)
+        train = self._images("source", self.setup.scale.train or MOST)
         rate = RATE if len(train.labels) >= MOST else RATE_OF_FEW
         return Source(
-            Images(*(t.to(self.device) for t in train)),
-            epochs=self.scale.epochs,
+            Images(*(t.to(self.setup.device) for t in train)),
+            epochs=self.setup.scale.epochs,
             batch_size=min(BATCH_SIZE, len(train.labels)),
             config={"lr": rate},
             # for ImageNet the paper has one augmentation for both the prior and alpha
@@ -91,27 +81,27 @@ class ImageNetBench:
 
     @cached_property
     def _test(self) -> Images:
-        return self._images("test", self.scale.images)
+        return self._images("test", self.setup.scale.images)
 
     @cached_property
     def _clean(self) -> Domains:
         return Domains("imagenet", 0, {"clean": self._test.images}, self._test.labels).to(
-            self.device
+            self.setup.device
         )
 
     @cached_property
     def _corrupted(self) -> Domains:
-        crop, names = self.preprocessing.crop, self.scale.corruptions
+        crop, names = self.preprocessing.crop, self.setup.scale.corruptions
         # by what they are made of: networks that want their images alike share them
         digest = hashlib.blake2b(self._test.images.numpy().tobytes()).hexdigest()[:8]
-        folder = self.work / f"imagenet-c-{digest}"
-        options = {"corruptions": names, "severities": (SEVERITY,), "textures": self.textures}
+        folder = self.setup.work / f"imagenet-c-{digest}"
+        options = {"corruptions": names, "severities": (SEVERITY,), "textures": self.setup.textures}
         make_corrupted(self._test, folder, **options)  # type: ignore[arg-type]
         images = {
             name: load_corrupted(folder, name, SEVERITY, size=(crop, crop), classes=CLASSES).images
             for name in names
         }
-        return Domains("imagenet-c", SEVERITY, images, self._test.labels).to(self.device)
+        return Domains("imagenet-c", SEVERITY, images, self._test.labels).to(self.setup.device)
 
     def network(self, part: Part) -> Network:
         return self.subject.network(part)

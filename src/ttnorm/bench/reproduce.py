@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .evaluate import Domains, Network, evaluate
+from .evaluate import evaluate
 from .experiments import Part, experiments_named, parts
+from .job import Domains, Network
 from .records import RecordFile
-from .subject import Scale
+from .subject import Setup
 
 logger = logging.getLogger("ttnorm")
 
@@ -24,12 +25,12 @@ class Bench(Protocol):
     Args:
         dataset: "cifar10", ...; experiments say which they are for.
         records: the name of the file that its records go to.
-        scale: how much is run.
+        setup: where it runs, and how much.
     """
 
     dataset: str
     records: str
-    scale: Scale
+    setup: Setup
 
     def tests(self, clean: bool) -> Sequence[Domains]:
         """What is scored: domains of the same images together."""
@@ -53,8 +54,8 @@ def reproduce(names: Sequence[str], benches: Mapping[str, Bench], records: Path)
             if dataset not in {bench.dataset for bench in there}:
                 logger.warning("%s: without %s, for no folder with it was given", name, dataset)
         for bench in there:
-            file = RecordFile(records / bench.records)
-            for part in parts(experiment, bench.scale.seeds, bench.scale.batch_sizes):
+            file, scale = RecordFile(records / bench.records), bench.setup.scale
+            for part in parts(experiment, scale.seeds, scale.batch_sizes):
                 if part.dataset != bench.dataset:
                     continue
                 logger.info("%s: %s", name, part)

@@ -14,7 +14,7 @@ from ..data.imagenet import CLASSES, Preprocessing, load_imagenet, load_imagenet
 from ..data.images import Images
 from ..models import zoo
 from ..progress import Progress
-from .evaluate import Domains, Network
+from .job import Domains, Network
 
 
 def network_under_test(

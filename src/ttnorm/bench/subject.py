@@ -1,4 +1,4 @@
-"""A network that experiments are run with: its alpha files, and what methods want to know of it."""
+"""What experiments are run with: folders, a device and how much; a network and its files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..data.corruptions import CORRUPTIONS
 from ..data.loader import DeviceLoader
 from ..methods import METHODS
 from ..methods.swr import gradient_agreement
-from .evaluate import Network
 from .experiments import Part
+from .job import Network
 from .variants import Source, fit_variant
 
 
@@ -51,6 +51,30 @@ QUICK = Scale(
 )
 # of large images
 QUICK_LARGE = dataclasses.replace(QUICK, images=32, train=64, batch_sizes=(16, 1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Where a bench runs, and how much.
+
+    Args:
+        work: a folder for corrupted images.
+        alphas: a folder for alpha files that are not shipped.
+        textures: the folder with frost's pictures.
+        device: to run on.
+        scale: how much.
+    """
+
+    work: Path
+    alphas: Path
+    textures: Path | None = None
+    device: str
+    scale: Scale
+
+    def make_folders(self) -> None:
+        """Those that are written to."""
+        for folder in (self.work, self.alphas):
+            folder.mkdir(parents=True, exist_ok=True)
 
 
 class Subject:

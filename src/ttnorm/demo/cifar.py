@@ -16,7 +16,9 @@ from torch import Tensor
 
 from .. import artefact
 from ..bench import tables
-from ..bench.evaluate import Domains, Job, Network, evaluate, predictions
+from ..bench.evaluate import evaluate
+from ..bench.job import Domains, Job, Network
+from ..bench.predict import predictions
 from ..bench.records import Record, RecordFile, read_records
 from ..data.cifar import load_cifar
 from ..data.corruptions import corrupt

