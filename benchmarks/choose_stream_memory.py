@@ -90,7 +90,7 @@ def _errors(
     if not all(segment.reset for segment in stream):
         stream = [joined(stream)]
     if name in MEMORIES:
-        found = [predicted for _, predicted in alongside(model, images, stream, 1, len(stream))]
+        found = next(alongside(model, images, stream, 1, len(stream)))
     elif name == "source":
         found = [plain(segment) for segment in stream]
     else:

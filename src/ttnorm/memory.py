@@ -116,6 +116,11 @@ class Stream:
         self.active = torch.tensor([self.rows[one] for one in together], device=device)
         self.group = torch.tensor([together.index(one) for one in ids], device=device)
 
+    def make_room(self, streams: int) -> None:
+        """For so many at least."""
+        most = max(streams, self.config.max_streams)
+        self.config = dataclasses.replace(self.config, max_streams=most)
+
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward: what its layers will mix in."""
         x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim())

@@ -351,3 +351,24 @@ def test_what_remembers_nothing_has_one_stream(network, tmp_path):
     job = Job(norm="tbn", batch_size=4, streams=2)
     with pytest.raises(ValueError, match="tbn with none remembers no streams"):
         evaluate(network, small_network.domains(), [job], RecordFile(tmp_path / "r.jsonl"))
+
+
+@pytest.mark.parametrize("at_once", [3, 200])  # samples
+def test_streams_of_many_jobs_share_forwards_and_go_on_after_a_stop(run, monkeypatch, at_once):
+    monkeypatch.setitem(predict.SAMPLES_AT_ONCE, "cpu", at_once)
+    data = small_network.domains()
+    jobs = [Job(norm="ttn-stream", scenario=s, batch_size=1) for s in ("single", "class-sorted")]
+    jobs.append(Job(norm="ttn-stream", scenario="continual", batch_size=1, streams=2))
+    alone = [r for job in jobs for r in run(data, job, name=f"{job.scenario}.jsonl")]
+    scenarios = {(r["scenario"], r["domain"]): r["wrong"] for r in alone}
+    forwards = []
+    whole = Run.alongside
+    monkeypatch.setattr(Run, "alongside", lambda *args: forwards.append(args) or whole(*args))
+    with monkeypatch.context() as patch:
+        outcome, left = scoring._outcome, iter(range(4))
+        patch.setattr(scoring, "_outcome", lambda *args: (next(left), outcome(*args))[1])
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            run(data, *jobs)
+    assert len(run(data, *jobs)) == len(alone)
+    assert {(r["scenario"], r["domain"]): r["wrong"] for r in run(data, *jobs)} == scenarios
+    assert len(forwards) == 2  # one run before the stop and one after it; the third had all on file

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture import Repeated
-from ..stream import find_domains, reset_stream_, streams
+from ..stream import find_domains, reset_stream_, stream_of, streams
 from .scenarios import Segment
 
 
@@ -21,8 +21,10 @@ def alongside(
     segments: Sequence[Segment],
     batch_size: int,
     at_once: int,
-) -> Iterator[tuple[Segment, Tensor]]:
+) -> Iterator[list[Tensor]]:
     """The predicted classes of segments that all start anew, each a stream of its own.
+
+    They come in the order of the segments, those together that shared their forwards.
 
     Args:
         model: with a norm that remembers its stream.
@@ -31,6 +33,7 @@ def alongside(
         batch_size: of every stream.
         at_once: streams that share a forward.
     """
+    stream_of(model).make_room(at_once)
     for first in range(0, len(segments), at_once):
         together = segments[first : first + at_once]
         reset_stream_(model)
@@ -52,4 +55,4 @@ def alongside(
                     find_domains(model)  # which no recorded forward does
                     for part, found in zip(predicted, classes, strict=True):
                         part.append(found)
-        yield from ((s, torch.cat(part)) for s, part in zip(together, predicted, strict=True))
+        yield [torch.cat(part) for part in predicted]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import inspect
 import json
 import platform
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -49,42 +51,70 @@ def evaluate(
     check(network, data, jobs)
     progress = Progress("evaluate", len(jobs))
     known: dict[tuple[Any, ...], Record] = {}
-    for job in jobs:
-        for record in _cells(network, data, job, records, known, grouped):
+    for together in _bundles(jobs, data, grouped):
+        if together[0].share_forwards:
+            found = _score_alongside(network, data, together, records, grouped)
+        else:
+            found = _score_alone(network, data, together[0], records, known, grouped)
+        for record in found:
             records.append(record | ({"experiment": experiment} if experiment else {}))
-        if job.method != "none":
-            gc.collect()  # its network and graphs, which refer to each other
-        progress.step(f"{job.norm} {job.scenario} B = {job.batch_size}")
+        for plan in together:
+            if plan.job.method != "none":
+                gc.collect()  # its network and graphs, which refer to each other
+            progress.step(f"{plan.job.norm} {plan.job.scenario} B = {plan.job.batch_size}")
     progress.close()
 
 
-def _cells(
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A job and its stream."""
+
+    job: Job
+    stream: Sequence[Segment]
+    share_forwards: bool
+
+    def cells(self, network: Network, data: Domains) -> list[Record]:
+        """What is known of every segment's record before it is scored."""
+        about = _about(network, data, self.job)
+        return [
+            about | {"domain": s.domain, "n": len(s.images), "data": _data(data, s)}
+            for s in self.stream
+        ]
+
+    def streams(self, data: Domains, missing: Sequence[bool]) -> list[list[tuple[int, Segment]]]:
+        """What runs side by side, in parts with the number of the cell that each belongs to."""
+        if self.job.streams > 1:
+            return [list(enumerate(shard)) for shard in self.job.shards(data)]
+        return [[part] for part in enumerate(self.stream) if missing[part[0]]]
+
+
+def _bundles(jobs: Sequence[Job], data: Domains, grouped: bool) -> list[list[_Plan]]:
+    """Jobs that run together: those whose streams can share forwards, and every other alone."""
+    found: dict[Any, list[_Plan]] = {}
+    for number, job in enumerate(jobs):
+        stream = job.segments(data)
+        shared = job.streams > 1 or (grouped and share_forwards(job, stream))
+        key = (job.norm, job.batch_size) if shared else number
+        found.setdefault(key, []).append(_Plan(job, stream, shared))
+    return list(found.values())
+
+
+def _score_alone(
     network: Network,
     data: Domains,
-    job: Job,
+    plan: _Plan,
     records: RecordFile,
     known: dict[tuple[Any, ...], Record],
     grouped: bool,
 ) -> Iterator[Record]:
     """The records of a job that are not on file, in the order of the stream."""
-    stream = job.segments(data)
-    about = _about(network, data, job)
-    cells = [
-        about | {"domain": s.domain, "n": len(s.images), "data": _data(data, s)} for s in stream
-    ]
+    job, stream, cells = plan.job, plan.stream, plan.cells(network, data)
     missing = [cell not in records for cell in cells]
     if not any(missing):
         return
     # Where batches do not matter, another batch size has had the same predictions already.
     same = norm_named(job.norm).per_sample and job.method == "none"
     same = same and all(s.reset for s in stream)  # and there is no state to carry on
-    if job.streams > 1:
-        yield from _score_shards(Run(network, data, job, grouped), data, job, cells)
-        return
-    if grouped and share_forwards(job, stream):
-        todo = [(s, cell) for s, cell, m in zip(stream, cells, missing, strict=True) if m]
-        yield from _score_alongside(Run(network, data, job, grouped), data, todo)
-        return
     run = None
     last = max(index for index, is_missing in enumerate(missing) if is_missing)
     for index, segment in enumerate(stream[: last + 1]):
@@ -102,36 +132,47 @@ def _cells(
             yield cells[index] | outcome
 
 
+def _score_alongside(
+    network: Network, data: Domains, plans: Sequence[_Plan], records: RecordFile, grouped: bool
+) -> Iterator[Record]:
+    """The records of jobs that are not on file: all their streams side by side."""
+    cells: dict[tuple[int, int], Record] = {}  # by the number of the job, and of its segment
+    parts: list[list[tuple[tuple[int, int], Segment]]] = []  # of every stream
+    for number, plan in enumerate(plans):
+        all_cells = plan.cells(network, data)
+        missing = [cell not in records for cell in all_cells]
+        if any(missing):
+            cells |= {(number, i): c for i, c in enumerate(all_cells) if missing[i]}
+            streams = plan.streams(data, missing)
+            parts += [[((number, i), s) for i, s in stream] for stream in streams]
+    if not cells:
+        return
+    run = Run(network, data, plans[0].job, grouped)
+    left = Counter(cell for stream in parts for cell, _ in stream)
+    scored: dict[tuple[int, int], list[tuple[Segment, Tensor]]] = defaultdict(list)
+    started, waiting = _now(run.device), iter(parts)
+    for together in run.alongside([joined([s for _, s in stream]) for stream in parts]):
+        ready = []
+        for classes, stream in zip(together, waiting, strict=False):
+            lengths = [len(segment.images) for _, segment in stream]
+            for (cell, segment), predicted in zip(stream, classes.split(lengths), strict=True):
+                scored[cell].append((segment, predicted))
+                left[cell] -= 1
+                if not left[cell] and cell in cells:
+                    ready.append(cell)
+        now = _now(run.device)
+        for cell in ready:
+            segment = joined([segment for segment, _ in scored[cell]])
+            predicted = torch.cat([predicted for _, predicted in scored.pop(cell)])
+            seconds = (now - started) / len(ready)
+            yield cells[cell] | _outcome(run, data, segment, predicted, seconds)
+        started = now if ready else started
+
+
 def _score(run: Run, data: Domains, segment: Segment) -> Record:
     started = _now(run.device)
     predicted = run(segment)
     return _outcome(run, data, segment, predicted, _now(run.device) - started)
-
-
-def _score_alongside(
-    run: Run, data: Domains, todo: Sequence[tuple[Segment, Record]]
-) -> Iterator[Record]:
-    started = _now(run.device)
-    found = run.alongside([segment for segment, _ in todo])
-    for (segment, predicted), (_, cell) in zip(found, todo, strict=True):
-        seconds = (_now(run.device) - started) / len(todo)
-        yield cell | _outcome(run, data, segment, predicted, seconds)
-
-
-def _score_shards(run: Run, data: Domains, job: Job, cells: Sequence[Record]) -> Iterator[Record]:
-    """Streams that each have a share of the images, side by side; cells are over all of them."""
-    started = _now(run.device)
-    streams = job.shards(data)
-    found = [classes for _, classes in run.alongside([joined(stream) for stream in streams])]
-    parts = [
-        classes.split([len(s.images) for s in stream])
-        for stream, classes in zip(streams, found, strict=True)
-    ]
-    seconds = (_now(run.device) - started) / len(cells)
-    for index, cell in enumerate(cells):
-        segment = joined([stream[index] for stream in streams])
-        predicted = torch.cat([part[index] for part in parts])
-        yield cell | _outcome(run, data, segment, predicted, seconds)
 
 
 def _outcome(

@@ -158,7 +158,7 @@ def _check(job: Job, network: Network, data: Domains) -> str | None:
     if data.task == "segmentation":
         if not method_named(job.method).per_pixel:
             raise ValueError(f"{job.method} is for networks that predict a class for an image.")
-        if SCENARIOS[job.scenario].needs_classes:
+        if job.scenario in SCENARIOS and SCENARIOS[job.scenario].needs_classes:
             raise ValueError(f"{job.scenario} is for images of one class each.")
     job.segments(data)  # which knows its scenarios
     if norm.alpha_file is not None and norm.alpha_file not in network.alpha_files:

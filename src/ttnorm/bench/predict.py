@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -35,7 +36,8 @@ def predictions(
     stream = job.segments(data)
     run = Run(network, data, job, grouped)
     if grouped and share_forwards(job, stream):
-        yield from run.alongside(stream)
+        together = itertools.chain.from_iterable(run.alongside(stream))
+        yield from zip(stream, together, strict=True)
         return
     for segment in stream:
         yield segment, run(segment)
@@ -73,15 +75,15 @@ class Run:
         batches = max(1, whole // job.batch_size) if grouped else 1
         self.samples = batches * job.batch_size
 
-    def alongside(self, stream: Sequence[Segment]) -> Iterator[tuple[Segment, Tensor]]:
-        """Segments that all start anew, under a norm that remembers its stream."""
-        left = list(stream)
+    def alongside(self, streams: Sequence[Segment]) -> Iterator[list[Tensor]]:
+        """Of segments that all start anew, under a norm that remembers: see `alongside`."""
+        left = list(streams)
         while left:
             at_once = self.samples // self.batch_size
             try:
-                for pair in alongside(self.model, self._images, left, self.batch_size, at_once):
-                    yield pair
-                    left = left[1:]
+                for found in alongside(self.model, self._images, left, self.batch_size, at_once):
+                    yield found
+                    left = left[len(found) :]
             except torch.OutOfMemoryError:
                 if at_once == 1:
                     raise
