@@ -86,6 +86,15 @@ CHOICES = (
         lambda r: {(r["order"], r["value"]): r["mean error"]},
         by_column=False,
     ),
+    Choice(
+        "What a stream's memory is made of",
+        "stream_ablation",
+        "The default memory with one thing changed, on the same images (`stream_ablation.py`). By "
+        "default the window is 200 frames, the source counts for 4, classes are in 10 buckets, at "
+        "most 8 domains have slots, and they are told apart by 3 norms.",
+        lambda r: {(r["value"], r["order"]): r["mean error"]},
+        by_column=True,
+    ),
 )
 
 

@@ -96,7 +96,7 @@ class Stream:
         self.slots = 1 if self.routes is None else self.routes.slots
         self.rows: dict[Id, int] = {}  # of streams, in the order of their last use
         self.state = self._blank(1)
-        self.frames: _Frames | None = None  # of the forward in progress
+        self.frames: Frames | None = None  # of the forward in progress
         self.hooks: list[RemovableHandle] = []
         self.select([None])
 
@@ -134,11 +134,13 @@ class Stream:
             counts = _usable(x).to(self.dtype)
             if self.routes is not None:
                 shallow = partial(model.forward, *args, **kwargs)
-                described = self.routes.whiten(describe_frames(self.layers, shallow))
+                size = len(self.routes.content.mean)
+                described = describe_frames(self.layers, shallow, size=size)
+                described = self.routes.whiten(described)
                 slot = self.routes.slot(self.state, self.active[group], described)
                 group, places = self._places(group, slot)
             share, new = shares(group, counts, len(self.active if places is None else places[0]))
-            memory = average(self._read("mean", places), self._read("var", places))
+            memory = self._recall(places)
             trust = self._trust_in_batch(new, places)[:, None]
         alpha = self._flat([layer.alpha for layer in self.layers])
         # three are mixed, source, memory and batch: the first two here, for all layers at once
@@ -147,7 +149,7 @@ class Stream:
         mean, var = mix_moments(remembered, zero, one, *memory, cross_term=self.cross_term)
         mean, var = torch.addcmul(self.source_mean, mean, self.unit), var * self.unit_var
         per_layer = (mean, var, alpha * trust, self.source_mean, self.unit)
-        self.frames = _Frames(
+        self.frames = Frames(
             group,
             counts,
             share,
@@ -178,6 +180,10 @@ class Stream:
             self.state[name][self.active] = value
         else:
             self.state[name].unflatten(1, (self.slots, -1))[places] = value  # a view
+
+    def _recall(self, places: Places | None) -> Moments:
+        """Moments of each memory, (memories, T)."""
+        return average(self._read("mean", places), self._read("var", places))
 
     def _trust_in_batch(self, new: Tensor, places: Places | None) -> Tensor:
         """The batch's share in what is mixed with the source, for each memory."""
@@ -223,7 +229,18 @@ class Stream:
         """After a forward: remember its frames."""
         now, self.frames = self.frames, None
         assert now is not None
-        mean, var = in_units(*self._moments(now), self.source_mean, self.unit)
+        moments = in_units(*self._moments(now), self.source_mean, self.unit)
+        self._take(now, moments, output)
+        streams = self.group.expand(now.group.shape[0])
+        taken = shares(streams, now.counts, len(self.active))[1].long()
+        every = shares(streams, torch.ones_like(now.counts), len(self.active))[1].long()
+        self.state["seen"][self.active] += taken
+        self.state["rejected"][self.active] += every - taken
+        if not (now.group.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.find_domains()
+
+    def _take(self, now: Frames, moments: Moments, output: Any) -> None:
+        """Into the memories: frames, by their moments in units of the source, (N, T) each."""
         cells, counts, places = now.group, now.counts, now.places
         if self.config.memory != "pool":
             cells = cells * self._cells_for(output) + output.argmax(1) % self.cells
@@ -232,7 +249,7 @@ class Stream:
         names = ("count", "mean", "var")
         before = {name: self._read(name, places).flatten(0, 1) for name in names}
         share, new = shares(cells, counts, len(before["count"]))
-        new_mean, new_var = cell_moments(share, cells, mean, var)
+        new_mean, new_var = cell_moments(share, cells, *moments)
         after = remember(
             **before,
             new=new,
@@ -243,17 +260,11 @@ class Stream:
         )
         for name, value in zip(names, after, strict=True):
             self._write(name, places, value.unflatten(0, (-1, self.cells)))
-        streams = self.group.expand(now.group.shape[0])
         if self.routes is not None and places is not None and now.described is not None:
             self.state["slot_seen"][places] += new.view(-1, self.cells).sum(1).long()
-            frames = (self.active[streams], now.described, places[1][now.group], now.counts)
+            rows = self.active[self.group.expand(now.group.shape[0])]
+            frames = (rows, now.described, places[1][now.group], now.counts)
             self.routes.remember(self.state, *frames)
-        taken = shares(streams, now.counts, len(self.active))[1].long()
-        every = shares(streams, torch.ones_like(now.counts), len(self.active))[1].long()
-        self.state["seen"][self.active] += taken
-        self.state["rejected"][self.active] += every - taken
-        if not (now.group.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.find_domains()
 
     @torch.no_grad()
     def find_domains(self) -> None:
@@ -261,7 +272,7 @@ class Stream:
         if self.routes is not None:
             self.routes.look(self.state, self.active, self._blank)
 
-    def _moments(self, now: _Frames) -> Moments:
+    def _moments(self, now: Frames) -> Moments:
         """Of every sample in every channel, (N, T)."""
         samples = now.group.shape[0]
         means = list(self.source_mean.expand(samples, -1).split(self.sizes, 1))
@@ -375,7 +386,7 @@ class Stream:
 
 
 @dataclasses.dataclass
-class _Frames:
+class Frames:
     """A forward in progress.
 
     Args:

@@ -16,7 +16,7 @@ from .pooling import in_units
 from .routing import Content, describe, measure_content
 from .surgery import borrowed, device_of
 
-DEPTH = 3  # norms that are passed
+DEPTH = 3  # norms that content is measured in
 SAMPLES = 2048  # source images that content is measured with
 
 
@@ -27,14 +27,19 @@ class _Enough(Exception):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def describe_frames(
-    layers: Sequence[TTNormBase], forward: Callable[[], Any], depth: int = DEPTH
+    layers: Sequence[TTNormBase],
+    forward: Callable[[], Any],
+    *,
+    depth: int | None = None,
+    size: int | None = None,
 ) -> Tensor:
     """What enters the first norms that `forward` uses, with the source's statistics in them.
 
     Args:
         layers: all norms of the network.
-        forward: calls the network with the frames; it is left after `depth` norms.
-        depth: how many.
+        forward: calls the network with the frames; it is left once enough is known of them.
+        depth: norms that are enough.
+        size: numbers for a frame that are, as a `Content` has them.
     """
     found: list[tuple[Tensor, Tensor]] = []
     before = [layer.__dict__.get("standardise") for layer in layers]
@@ -42,7 +47,8 @@ def describe_frames(
     def standardise(layer: TTNormBase, x: Tensor) -> Tensor:
         unit = layer.running_var.clamp_min(1e-12).sqrt()
         found.append(in_units(*batch_moments(x, 1), layer.running_mean, unit))
-        if len(found) == depth:
+        numbers = sum(2 * mean.shape[1] for mean, _ in found)
+        if len(found) == depth or numbers == size:
             raise _Enough
         statistics = (layer.running_mean, layer.running_var)
         return normalise(x, *statistics, layer.weight, layer.bias, layer.eps)
@@ -70,13 +76,14 @@ def content_of(
         model: the network, converted or not; it is left as it was.
         loader: yields (x, y) of source images, as the network takes them.
         samples: images to look at.
-        depth: see `describe_frames`.
+        depth: see `describe_frames`; a stream looks as deep as what is measured here says.
     """
     found: list[Tensor] = []
     with borrowed(model, alpha=0.0) as layers:
         for x, _ in batches(loader, device_of(model)):
             x = x[: samples - sum(map(len, found))]
-            found.append(describe_frames(list(layers.values()), partial(model, x), depth).cpu())
+            shallow = describe_frames(list(layers.values()), partial(model, x), depth=depth)
+            found.append(shallow.cpu())
             if sum(map(len, found)) >= samples:
                 break
     return measure_content(torch.cat(found)) if found else None

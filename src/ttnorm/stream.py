@@ -49,10 +49,14 @@ def stream_(model: nn.Module, **options: Any) -> nn.Module:
         >>> health(model)[None].frames
         3
     """
+    memory = "routed" if CONTENT in unwrap(model).__dict__ else "balanced"
+    return attach_(model, Stream(model, StreamConfig(**{"memory": memory, **options})))
+
+
+def attach_(model: nn.Module, stream: Stream) -> nn.Module:
+    """Have a network remember its stream in this one, which was made for it."""
     end_stream_(model)
     network = unwrap(model)
-    memory = "routed" if CONTENT in network.__dict__ else "balanced"
-    stream = Stream(model, StreamConfig(**{"memory": memory, **options}))
     network.__dict__[STREAM] = stream
     stream.hooks = [
         network.register_forward_pre_hook(stream.begin, with_kwargs=True),

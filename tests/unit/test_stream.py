@@ -13,7 +13,7 @@ from ttnorm import StreamConfig
 from ttnorm.memory import MEMORIES
 from ttnorm.pooling import FARTHEST
 from ttnorm.routes import EVERY, FIRST, RECENT
-from ttnorm.shallow import content_of
+from ttnorm.shallow import content_of, describe_frames
 from ttnorm.stream import stream_of
 from ttnorm.surgery import CONTENT
 
@@ -250,6 +250,25 @@ class TestRouted:
         other = ttnorm.load_(ttnorm.revert_(copy.deepcopy(model)), tmp_path / "alpha")
         ttnorm.stream_(other, memory="routed")
         assert other(frames(3)).shape == (3, 4)
+
+    @pytest.mark.parametrize(("depth", "numbers"), [(1, 12), (2, 28)])
+    def test_looks_as_deep_as_content_was_measured(self, network, depth, numbers):
+        x = frames(200)
+        network.__dict__[CONTENT] = content_of(network, [(x, torch.zeros(200))], depth=depth)
+        ttnorm.stream_(network, memory="routed")
+        passed = []
+        deeper = network[3].register_forward_hook(lambda *_: passed.append(1))
+        network(x[:4])
+        deeper.remove()
+        # the forward itself comes to the second convolution, and a shallow pass of two norms
+        assert len(passed) == depth
+        described = stream_of(network).state["frames"][0, :4]
+        mean, whitening = network.__dict__[CONTENT]
+        assert described.shape == (4, numbers)
+        raw = describe_frames(
+            stream_of(network).layers, lambda: network.forward(x[:4]), depth=depth
+        )
+        torch.testing.assert_close(described, (raw - mean) @ whitening.T)
 
     def test_cannot_be_exported(self, network):
         ttnorm.stream_(network, memory="routed")
