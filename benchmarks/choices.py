@@ -79,6 +79,14 @@ CHOICES = (
         by_column=False,
     ),
     Choice(
+        "SWR over TTN",
+        "swr_over_ttn",
+        "Likewise, by learning rate and by how strongly parameters are held "
+        "(`choose_swr_over_ttn.py`).",
+        lambda r: {(f"B = {r['batch size']}", f"{r['lr']:g}, {r['strength']:g}"): r["mean error"]},
+        by_column=False,
+    ),
+    Choice(
         "A stream's memory",
         "stream_memory",
         "500 training images in each of six simulated domains, frame by frame "

@@ -15,7 +15,9 @@ from ttnorm.surgery import alphas
 
 REMEMBERING = {"mixnorm", *(name for name, norm in NORMS.items() if norm.remembers)}
 # a sliding window is for norms that remember nothing
-PAIRS = [p for p in itertools.product(METHODS, NORMS) if p[0] != "sliding" or p[1] not in REMEMBERING]
+PAIRS = [
+    p for p in itertools.product(METHODS, NORMS) if p[0] != "sliding" or p[1] not in REMEMBERING
+]
 FORWARD = ("none", "sliding")  # what adapts no parameters
 GRADIENT = [name for name in METHODS if name not in FORWARD]
 WINDOW, BATCH = 12, 4

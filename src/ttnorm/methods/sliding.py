@@ -1,7 +1,7 @@
 """A sliding window: every batch is run again together with the last inputs of its stream.
 
-The plain way to statistics for small batches, and a dear one: at batch size 1 with a window of 200 a
-frame costs 200 forwards. `stream_` remembers moments instead of inputs.
+The plain way to statistics for small batches, and a dear one: at batch size 1 with a window of 200
+a frame costs 200 forwards. `stream_` remembers moments instead of inputs.
 """
 
 from __future__ import annotations

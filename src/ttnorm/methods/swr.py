@@ -21,7 +21,6 @@ from ..reproducible import reproducible
 from ..surgery import device_of, ttn_layers
 from .setting import Setting
 from .step import (
-    OVER_LEARNED_ALPHA,
     AdaptationStep,
     FlatParameters,
     batch_means,
@@ -30,6 +29,9 @@ from .step import (
     mean_over_pixels,
     optimiser,
 )
+
+# benchmarks/choose_swr_over_ttn.py; the rate is times that over batch statistics
+OVER_TTN = {"lr": 0.05, "strength": 10.0}
 
 
 def swr(
@@ -166,5 +168,8 @@ def settings(setting: Setting) -> dict[str, Any]:
         lr = 2.5e-4 if setting.batch_size >= 64 else 2.5e-6
         return {"lr": lr, "momentum": 0.9, "window": 64}
     rates = {"continual": 1e-4, "mixed": 5e-5, "mixed-pairs": 5e-5}
-    lr = rates.get(setting.scenario, 1e-3) * (OVER_LEARNED_ALPHA if setting.learned else 1)
-    return {"lr": lr, "stable": setting.scenario in rates}
+    options = {"lr": rates.get(setting.scenario, 1e-3), "stable": setting.scenario in rates}
+    if setting.learned:
+        options["lr"] *= OVER_TTN["lr"]
+        options["strength"] = OVER_TTN["strength"]
+    return options
