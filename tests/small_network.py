@@ -5,6 +5,7 @@ from torch import nn
 
 from ttnorm import artefact, surgery
 from ttnorm.bench.job import Domains, Network
+from ttnorm.classes import classes_of
 from ttnorm.shallow import content_of
 
 
@@ -47,7 +48,9 @@ def tested(folder) -> Network:
         for alpha in surgery.alphas(model).values():
             alpha.copy_(torch.rand(alpha.shape, generator=g))
         clean = torch.rand(64, 3, 32, 32, generator=g)
-        model.__dict__[surgery.CONTENT] = content_of(model, [(clean, torch.zeros(64))])
+        loader = [(clean, torch.arange(64) % 10)]
+        model.__dict__[surgery.CONTENT] = content_of(model, loader)
+        model.__dict__[surgery.CLASSES] = classes_of(model, loader)
         files[kind] = folder / f"{kind}.ttn.safetensors"
         artefact.save(model, files[kind])
     return Network("small", network(), files)

@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .classes import Classes
 from .routing import Content
 from .surgery import (
+    CLASSES,
     CONTENT,
     alphas,
     batchnorm_layers,
@@ -35,7 +37,11 @@ from .version import __version__
 
 FORMAT = "ttnorm-alpha"
 FORMAT_VERSION = 1
-CONTENT_PREFIX = "content/"  # of the names of tensors that are no layer's alpha
+# What streams need to know of source images: prefixes of tensors that are no layer's alpha
+KNOWN: dict[str, tuple[str, Any]] = {
+    CONTENT: ("content/", Content),
+    CLASSES: ("classes/", Classes),
+}
 
 
 class AlphaFile(NamedTuple):
@@ -61,9 +67,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     tensors = {name: a.detach().float().cpu().contiguous() for name, a in alphas(model).items()}
     _check_values(tensors, "The model")
-    content: Content | None = unwrap(model).__dict__.get(CONTENT)
-    if content is not None:
-        tensors |= {f"{CONTENT_PREFIX}{k}": t.half().cpu() for k, t in content._asdict().items()}
+    for attribute, (prefix, _) in KNOWN.items():
+        known = unwrap(model).__dict__.get(attribute)
+        if known is not None:
+            tensors |= {f"{prefix}{k}": t.half().cpu() for k, t in known._asdict().items()}
     metadata = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -96,10 +103,11 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True
     convert_(model, _alphas_of(tensors, metadata), cross_term=metadata["cross_term"])
     remember_config(model, metadata["config"])
     network = unwrap(model)
-    network.__dict__.pop(CONTENT, None)
-    if f"{CONTENT_PREFIX}mean" in tensors:
-        parts = {k: tensors[CONTENT_PREFIX + k].float() for k in Content._fields}
-        network.__dict__[CONTENT] = Content(**parts)
+    for attribute, (prefix, kind) in KNOWN.items():
+        network.__dict__.pop(attribute, None)
+        if any(name.startswith(prefix) for name in tensors):
+            parts = {k: tensors[prefix + k].float() for k in kind._fields}
+            network.__dict__[attribute] = kind(**parts)
     return model
 
 

@@ -47,7 +47,7 @@ def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
             if stream_of(model).routes is not None:
                 raise ValueError(
                     "A routed memory looks for domains between forwards, which a graph cannot. "
-                    "Export with stream_(model, memory='balanced')."
+                    "Export with stream_(model, memory='corrected')."
                 )
             remembering = copy.deepcopy(model)
             remembering(example)  # how many classes there are, and with that the state's shape

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .classes import Classes, spread_of, without_class
 from .functional import batch_moments, mix_moments, normalise
 from .native import moment_dtype
 from .pooling import (
@@ -30,11 +31,11 @@ from .pooling import (
 from .routes import Routes
 from .routing import Content
 from .shallow import describe_frames
-from .surgery import CONTENT, ttn_layers, unwrap
+from .surgery import CLASSES, CONTENT, ttn_layers, unwrap
 
 NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in its own statistics
 BEGINNING = 0.25  # of the window: how long a batch has a say beside a balanced memory
-MEMORIES = ("pool", "balanced", "routed")
+MEMORIES = ("pool", "balanced", "corrected", "routed")
 Id = Hashable
 Places = tuple[Tensor, Tensor]  # rows and slots of the state
 
@@ -45,12 +46,15 @@ class StreamConfig:
 
     Args:
         window: frames that are remembered, roughly: their weight falls exponentially.
-        memory: "balanced" remembers frames by predicted class and counts all classes alike, so that
-            a run of one class does not take over; "pool" remembers all frames alike, for networks
-            that predict no class; "routed" is "balanced" for each of the domains that alternate or
-            mix in a stream, which it tells apart by what enters the first layers.
+        memory: "pool" remembers all frames alike, for networks that predict no class. The others
+            see to it that a run of one class does not take over: "corrected" remembers frames as if
+            they were of no class, which takes an alpha file that knows what classes do to
+            statistics; "balanced" remembers frames by predicted class and counts all classes
+            alike. "routed" is "corrected" for each of the domains that alternate or mix in a
+            stream, which it tells apart by what enters the first layers.
         source: frames that the source counts for at the beginning.
-        buckets: that classes are remembered in, at most: class c in bucket c modulo their number.
+        buckets: that a balanced memory has for classes, at most: class c is in bucket c modulo
+            their number.
         slots: domains that a routed memory holds, at most.
         max_streams: that are remembered at once; the one unused for longest is forgotten first.
     """
@@ -89,7 +93,11 @@ class Stream:
         self.unit = self.unit_var.sqrt()
         self.cross_term = all(layer.cross_term for layer in self.layers)
         # parts of a memory, each with its part of the window: no more than there are classes
-        self.cells = 1 if config.memory == "pool" else config.buckets
+        self.cells = config.buckets if config.memory == "balanced" else 1
+        self.classes = _classes_on(model, self.source_mean, config.memory)
+        self.spread = torch.zeros_like(self.source_mean)  # that frames of no class lack
+        if self.classes is not None:
+            self.spread = spread_of(self.classes)
         self.routes = None  # a memory for every domain of a stream
         if config.memory == "routed":
             self.routes = Routes(_content_on(model, self.source_mean), config.slots)
@@ -183,7 +191,8 @@ class Stream:
 
     def _recall(self, places: Places | None) -> Moments:
         """Moments of each memory, (memories, T)."""
-        return average(self._read("mean", places), self._read("var", places))
+        mean, var = average(self._read("mean", places), self._read("var", places))
+        return mean, var + self.spread
 
     def _trust_in_batch(self, new: Tensor, places: Places | None) -> Tensor:
         """The batch's share in what is mixed with the source, for each memory."""
@@ -242,8 +251,10 @@ class Stream:
     def _take(self, now: Frames, moments: Moments, output: Any) -> None:
         """Into the memories: frames, by their moments in units of the source, (N, T) each."""
         cells, counts, places = now.group, now.counts, now.places
-        if self.config.memory != "pool":
+        if self.config.memory == "balanced":
             cells = cells * self._cells_for(output) + output.argmax(1) % self.cells
+        if self.classes is not None:
+            moments = without_class(moments, output, self.classes)
         if self.routes is not None and places is not None:  # a frame of no domain is in no memory
             counts = counts * (places[1][now.group] < self.routes.domains)
         names = ("count", "mean", "var")
@@ -300,8 +311,10 @@ class Stream:
         return torch.cat([t.to(self.dtype) for t in per_layer], -1)
 
     def to(self, device: torch.device) -> None:
-        for name in ("source_mean", "unit", "unit_var", "active", "group"):
+        for name in ("source_mean", "unit", "unit_var", "spread", "active", "group"):
             setattr(self, name, getattr(self, name).to(device))
+        if self.classes is not None:
+            self.classes = Classes(*(t.to(device) for t in self.classes))
         if self.routes is not None:
             self.routes.to(device)
         self.state = {name: t.to(device) for name, t in self.state.items()}
@@ -375,7 +388,7 @@ class Stream:
         like, cells = self.source_mean, self.slots * self.cells
         state = {
             "mean": like.new_zeros(streams, cells, len(like)),
-            "var": like.new_ones(streams, cells, len(like)),
+            "var": (1 - self.spread).expand(streams, cells, -1).clone(),
             "count": like.new_full((streams, cells), self.config.source / self.cells),
             "seen": like.new_zeros(streams, dtype=torch.long),
             "rejected": like.new_zeros(streams, dtype=torch.long),
@@ -419,6 +432,19 @@ def _content_on(model: nn.Module, like: Tensor) -> Content:
             "network again and save its alpha file anew, or use memory='balanced'."
         )
     return Content(*(t.to(like) for t in content))
+
+
+def _classes_on(model: nn.Module, like: Tensor, memory: str) -> Classes | None:
+    """What is known of classes, for memories that want it; a routed one can do without."""
+    classes: Classes | None = unwrap(model).__dict__.get(CLASSES)
+    if memory == "corrected" and classes is None:
+        raise ValueError(
+            "It is not known what classes do to statistics, which a corrected memory needs. "
+            "Post-train the network again and save its alpha file anew, or use memory='balanced'."
+        )
+    if memory not in ("corrected", "routed") or classes is None:
+        return None
+    return Classes(*(t.to(like) for t in classes))
 
 
 def _usable(x: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ NORMS: dict[str, Norm] = {
         )
         for name, memory in {
             "ttn-stream": "routed",
+            "ttn-corrected": "corrected",
             "ttn-balanced": "balanced",
             "ttn-pool": "pool",
         }.items()

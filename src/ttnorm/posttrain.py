@@ -26,12 +26,13 @@ from .augment import (
     shift_images,
 )
 from .batches import Loader, Loss, check_repeatable, cross_entropy
+from .classes import classes_of
 from .distributed import world_size
 from .fitting import Checkpoint, Fit, as_json
 from .prior import estimate_prior
 from .reproducible import reproducible, warn_of_lasting_workers
 from .shallow import content_of
-from .surgery import CONTENT, borrowed, convert_, remember_config, unwrap
+from .surgery import CLASSES, CONTENT, borrowed, convert_, remember_config, unwrap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,9 +185,10 @@ def post_train_(
     result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
     convert_(model, result.alpha)
     with reproducible(loader, config.seed, epoch=0):
-        content = content_of(model, loader)  # None where a finished run is read with no images
-    if content is not None:
-        unwrap(model).__dict__[CONTENT] = content
+        known = {CONTENT: content_of(model, loader), CLASSES: classes_of(model, loader)}
+    for attribute, value in known.items():
+        if value is not None:  # as where a finished run is read with no images
+            unwrap(model).__dict__[attribute] = value
     names = {key: identity[key] for key in ("prior augmentation", "augmentation")}
     remember_config(model, as_json(config) | names)
     return result

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from .batches import Loader, batches
 from .functional import batch_moments, normalise
 from .layers import TTNormBase
-from .pooling import in_units
+from .pooling import Moments, in_units
 from .routing import Content, describe, measure_content
 from .surgery import borrowed, device_of
 
 DEPTH = 3  # norms that content is measured in
 SAMPLES = 2048  # source images that content is measured with
+Entering = tuple[int, Moments]  # the number of a norm, and what enters it
 
 
 class _Enough(Exception):
@@ -41,21 +42,42 @@ def describe_frames(
         depth: norms that are enough.
         size: numbers for a frame that are, as a `Content` has them.
     """
-    found: list[tuple[Tensor, Tensor]] = []
+
+    def enough(found: list[Entering]) -> bool:
+        return len(found) == depth or sum(2 * mean.shape[1] for _, (mean, _) in found) == size
+
+    return describe([moments for _, moments in entering(layers, forward, enough)])
+
+
+def entering(
+    layers: Sequence[TTNormBase],
+    forward: Callable[[], Any],
+    enough: Callable[[list[Entering]], bool] = lambda found: False,
+) -> list[Entering]:
+    """The moments of every sample in units of the source, (N, C), where they enter norms.
+
+    Args:
+        layers: all norms of the network, which have the source's statistics meanwhile.
+        forward: calls the network.
+        enough: whether to leave it there.
+
+    Returns:
+        The number of the norm and its moments, in the order of their use.
+    """
+    found: list[Entering] = []
     before = [layer.__dict__.get("standardise") for layer in layers]
 
-    def standardise(layer: TTNormBase, x: Tensor) -> Tensor:
+    def standardise(index: int, layer: TTNormBase, x: Tensor) -> Tensor:
         unit = layer.running_var.clamp_min(1e-12).sqrt()
-        found.append(in_units(*batch_moments(x, 1), layer.running_mean, unit))
-        numbers = sum(2 * mean.shape[1] for mean, _ in found)
-        if len(found) == depth or numbers == size:
+        found.append((index, in_units(*batch_moments(x, 1), layer.running_mean, unit)))
+        if enough(found):
             raise _Enough
         statistics = (layer.running_mean, layer.running_var)
         return normalise(x, *statistics, layer.weight, layer.bias, layer.eps)
 
     try:
-        for layer in layers:
-            layer.__dict__["standardise"] = partial(standardise, layer)
+        for index, layer in enumerate(layers):
+            layer.__dict__["standardise"] = partial(standardise, index, layer)
         forward()
     except _Enough:
         pass
@@ -64,7 +86,7 @@ def describe_frames(
             layer.__dict__.pop("standardise", None)
             if old is not None:
                 layer.__dict__["standardise"] = old
-    return describe(found)
+    return found
 
 
 def content_of(

@@ -160,6 +160,7 @@ def health(model: nn.Module) -> dict[Id, Health]:
     state, slots = stream.state, stream.slots
     in_slots = {name: state[name].unflatten(1, (slots, -1)) for name in ("mean", "var", "count")}
     mean, var = average(in_slots["mean"], in_slots["var"])
+    var = var + stream.spread
     alpha = torch.cat([layer.alpha for layer in stream.layers]).to(mean)
     divergence = 0.5 * (var + mean.square() - 1 - var.clamp_min(1e-6).log())
     shift = (divergence * alpha).sum(2) / alpha.sum().clamp_min(1e-12)

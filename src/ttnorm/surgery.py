@@ -31,6 +31,7 @@ from .layers import (
 
 STREAM = "_ttnorm_stream"  # the attribute of a network that remembers: see `stream`
 CONTENT = "_ttnorm_content"  # and of one that knows how source images vary: see `shallow`
+CLASSES = "_ttnorm_classes"  # and what their classes do to statistics: see `classes`
 # By name, so that neither torchvision nor timm has to be installed.
 _CONVERTED: dict[str, type[TTNormBase]] = {
     "torch.nn.modules.batchnorm.BatchNorm1d": TTNorm1d,
@@ -92,7 +93,8 @@ def revert_(model: nn.Module) -> nn.Module:
     for layer in layers.values():
         _revert(layer)
     remember_config(model, None)
-    unwrap(model).__dict__.pop(CONTENT, None)
+    for known in (CONTENT, CLASSES):
+        unwrap(model).__dict__.pop(known, None)
     return model
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import ttnorm
 from ttnorm import capture, functional, kernels
+from ttnorm.classes import classes_of
 from ttnorm.data.loader import DeviceLoader
 from ttnorm.memory import MEMORIES
 from ttnorm.methods.swr import swr
@@ -15,7 +16,7 @@ from ttnorm.methods.tent import tent
 from ttnorm.methods.ttn_online import ttn_online
 from ttnorm.shallow import content_of
 from ttnorm.stream import find_domains
-from ttnorm.surgery import CONTENT
+from ttnorm.surgery import CLASSES, CONTENT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -269,7 +270,9 @@ def test_a_recorded_stream_does_what_the_plain_one_does(memory):
 
     def run(record):
         model = ttnorm.convert_(_network().eval(), 0.4)
-        model.__dict__[CONTENT] = content_of(model, [(x[0], torch.zeros(6))])
+        loader = [(x[0], torch.arange(6) % 2)]
+        model.__dict__[CONTENT] = content_of(model, loader)
+        model.__dict__[CLASSES] = classes_of(model, loader)
         ttnorm.stream_(model, memory=memory, window=20)
         outputs = []
         with torch.no_grad(), ttnorm.streams(model, ["a", "a", "b", "c", "c", "c"]):

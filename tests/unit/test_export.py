@@ -11,7 +11,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import ttnorm
+from ttnorm.classes import classes_of
 from ttnorm.models.wide_resnet import WideResNet
+from ttnorm.surgery import CLASSES
 
 BATCH_SIZES = (1, 2, 7, 200)
 
@@ -54,10 +56,13 @@ def test_the_onnx_graph_adapts(session):
     assert abs(dark[0] - bright[0]).max() > 1e-2
 
 
-@pytest.mark.parametrize("memory", ["balanced", "pool"])
+@pytest.mark.parametrize("memory", ["corrected", "balanced", "pool"])
 def test_a_stream_in_onnxruntime_is_the_stream_in_eager(network, tmp_path, memory):
     """500 frames, a few of them together and one broken, with the state handed on from outside."""
-    model = ttnorm.stream_(copy.deepcopy(network), memory=memory)
+    model = copy.deepcopy(network)
+    loader = [(torch.rand(60, 3, 16, 16), torch.arange(60) % 5)]
+    model.__dict__[CLASSES] = classes_of(model, loader)
+    ttnorm.stream_(model, memory=memory)
     ttnorm.to_onnx(model, torch.rand(1, 3, 16, 16), tmp_path / "stream.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "stream.onnx")
     state = {name: t.numpy() for name, t in ttnorm.stream_state(model).items()}

@@ -52,9 +52,9 @@ def test_true_corruptions_are_thirty_post_trainings():
 def test_images_are_divided_among_streams_only_where_a_norm_has_them():
     jobs = [job for part in parts(EXPERIMENTS["streams"], seeds=3) for job in part.jobs]
     divided = {(job.norm, job.scenario) for job in jobs if job.streams == 10}
-    norms = ("ttn-stream", "ttn-balanced", "ttn-pool", "ema")
+    norms = ("ttn-stream", "ttn-corrected", "ttn-balanced", "ttn-pool", "ema")
     assert divided == {(norm, scenario) for norm in norms for scenario in ("continual", "mixed")}
-    assert {job.streams for job in jobs} == {1, 10}
+    assert {job.batch_size for job in jobs if job.streams == 10} == {4, 2, 1}
 
 
 def test_all_is_all():

@@ -10,12 +10,13 @@ from torch import nn
 
 import ttnorm
 from ttnorm import StreamConfig
+from ttnorm.classes import Classes, classes_of, measure_classes, spread_of, without_class
 from ttnorm.memory import MEMORIES
 from ttnorm.pooling import FARTHEST
 from ttnorm.routes import EVERY, FIRST, RECENT
 from ttnorm.shallow import content_of, describe_frames
 from ttnorm.stream import stream_of
-from ttnorm.surgery import CONTENT
+from ttnorm.surgery import CLASSES, CONTENT
 
 
 @pytest.fixture
@@ -26,7 +27,9 @@ def network(small_network):
         if isinstance(layer, nn.BatchNorm2d)
     }
     model = ttnorm.convert_(small_network, alphas)
-    model.__dict__[CONTENT] = content_of(model, [(frames(200), torch.zeros(200))])
+    loader = [(frames(200), torch.arange(200) % 4)]
+    model.__dict__[CONTENT] = content_of(model, loader)
+    model.__dict__[CLASSES] = classes_of(model, loader)
     return model
 
 
@@ -188,6 +191,70 @@ class TestBalanced:
             model(frames(2))
 
 
+class TestCorrected:
+    def test_classes_are_the_means_of_their_images(self):
+        labels, effect = torch.arange(600) % 3, torch.randn(3, 5)
+        mean, var = effect[labels] + 0.01 * torch.randn(600, 5), effect[labels].exp()
+        codes, directions = measure_classes(mean, var, labels, 3)
+        of_mean, of_log_var = (codes @ directions).chunk(2, 1)
+        expected = effect - effect.mean(0)
+        torch.testing.assert_close(of_mean, expected, atol=1e-2, rtol=0)
+        torch.testing.assert_close(of_log_var, expected, atol=1e-2, rtol=0)
+
+    def test_what_is_chance_is_left_out(self):
+        labels = torch.arange(400) % 100  # four images of each class, which mean nothing
+        codes, directions = measure_classes(torch.randn(400, 50), torch.ones(400, 50), labels, 100)
+        seen, _ = (codes @ directions).chunk(2, 1)
+        # 0.25 is what the means of four images vary by
+        assert seen.square().mean() < 0.02
+
+    def test_a_class_without_an_image_and_many_classes(self):
+        labels = torch.arange(900) % 90
+        classes = measure_classes(torch.randn(900, 8), torch.rand(900, 8), labels, 100)
+        assert classes.codes.shape == (100, 16)  # no more directions than numbers
+        assert torch.isfinite(classes.codes).all()
+
+    def test_frames_count_as_if_they_were_of_no_class(self):
+        classes = Classes(torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.5, 0.2]]))
+        mean, var = torch.tensor([[0.5], [-0.5]]), torch.tensor([[0.2], [-0.2]]).exp()
+        sure = 100 * torch.eye(2)
+        mean, var = without_class((mean, var), sure, classes)
+        torch.testing.assert_close(mean, torch.zeros(2, 1))
+        torch.testing.assert_close(var, torch.ones(2, 1))
+        assert spread_of(classes).tolist() == [0.25]
+
+    def test_a_run_of_one_class_is_remembered_as_all_classes_would_be(self, network):
+        network[8].weight.data.zero_()
+        network[8].bias.data = torch.tensor([0.0, 50.0, 0.0, 0.0])  # all is class 1, the bright one
+        labels = torch.arange(400) % 4
+        every = torch.where((labels == 1)[:, None, None, None], frames(400, 0.5), frames(400))
+        network.__dict__[CLASSES] = classes_of(network, [(every, labels)])
+
+        def remembered(memory, x):
+            ttnorm.stream_(network, memory=memory)
+            outputs(network, x, 1)
+            return stream_of(network)._recall(None)[0]
+
+        run = frames(400, 0.5)
+        expected = remembered("pool", every)
+        poisoned = remembered("pool", run) - expected
+        assert (remembered("corrected", run) - expected).norm() < 0.3 * poisoned.norm()
+
+    def test_needs_to_know_its_classes(self, network):
+        ttnorm.stream_(network, memory="corrected")
+        network[8] = nn.Linear(8, 5)
+        with pytest.raises(ValueError, match=r"\(2, 5\), expected \(N, 4\)"):
+            network(frames(2))
+        del network.__dict__[CLASSES]
+        with pytest.raises(ValueError, match="not known what classes do"):
+            ttnorm.stream_(network, memory="corrected")
+
+    @pytest.mark.parametrize("labels", [torch.zeros(8, 2, 2).long(), torch.full((8,), 4)])
+    def test_labels_that_are_no_classes_tell_nothing(self, network, labels):
+        assert classes_of(network, [(frames(8), labels)]) is None
+        assert classes_of(network, []) is None
+
+
 BAD = {
     "NaN": lambda x: x.fill_(torch.nan),
     "one NaN": lambda x: x[0, 0].fill_(torch.nan),
@@ -210,7 +277,7 @@ class TestRouted:
         x = torch.stack((dark, light), 1).flatten(0, 1)
         routed = outputs(network, x, 1)
         assert ttnorm.health(network)[None].domains == 2
-        ttnorm.stream_(network, memory="balanced", window=40)
+        ttnorm.stream_(network, memory="corrected", window=40)
         one = outputs(network, x, 1)
         ttnorm.reset_stream_(network)
         oracle = outputs(network, x, 1, ["dark", "light"] * 80)
@@ -222,7 +289,7 @@ class TestRouted:
         x = frames(160)
         routed = outputs(network, x, 4)
         assert ttnorm.health(network)[None].domains == 1
-        ttnorm.stream_(network, memory="balanced")
+        ttnorm.stream_(network, memory="corrected")
         torch.testing.assert_close(routed, outputs(network, x, 4), atol=2e-2, rtol=0)
 
     def test_a_frame_of_no_domain_is_in_no_memory(self, network):
@@ -272,7 +339,7 @@ class TestRouted:
 
     def test_cannot_be_exported(self, network):
         ttnorm.stream_(network, memory="routed")
-        with pytest.raises(ValueError, match="memory='balanced'"):
+        with pytest.raises(ValueError, match="memory='corrected'"):
             ttnorm.export.to_exported_program(network, frames(2))
 
 

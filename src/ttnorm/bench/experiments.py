@@ -18,9 +18,11 @@ NORMS: tuple[Row, ...] = tuple(
     (norm, "none") for norm in ("source", "tbn", "adaptive-bn", "alpha-bn", "mixnorm", "ttn")
 )
 DEAR = ("cotta", "ttn-online", "sliding")  # methods that take hours on everything
+SMALL = 10  # a batch whose streams are divided
 FIRST = 1000  # images of a domain, which then stand for all of them
 STREAMS: tuple[Row, ...] = tuple(
-    (norm, "none") for norm in ("ttn-stream", "ttn-balanced", "ttn-pool", "ema")
+    (norm, "none")
+    for norm in ("ttn-stream", "ttn-corrected", "ttn-balanced", "ttn-pool", "ema")
 )
 METHODS: tuple[Row, ...] = tuple(
     (norm, method) for method in ("tent", "swr") for norm in ("tbn", "ttn")
@@ -39,7 +41,8 @@ class Experiment:
         scenarios: in which streams.
         batch_sizes: of test batches.
         repeated: whether post-training is run with several seeds.
-        streams: that images are divided among, where a norm remembers and nothing starts anew.
+        streams: that images are divided among, where a norm remembers, nothing starts anew, and
+            batches are small: their streams take too many steps one after another.
     """
 
     title: str
@@ -242,7 +245,7 @@ def parts(experiment: Experiment, seeds: int, batch_sizes: Sequence[int] = ()) -
                     scenario=scenario,
                     batch_size=size,
                     streams=experiment.streams
-                    if remembers and not SCENARIOS[scenario].apart
+                    if remembers and size <= SMALL and not SCENARIOS[scenario].apart
                     else 1,
                 )
                 for scenario in experiment.scenarios

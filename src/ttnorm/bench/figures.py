@@ -29,6 +29,7 @@ _COLOURS = {
     "TTN (scaled)": "#e69f00",
     "TTN (dynamic)": "#000000",
     "TTN (stream)": "#882255",
+    "TTN (stream, one domain)": "#117733",
     "TTN (stream, balanced)": "#332288",
     "TTN (stream, one pool)": "#999933",
 }

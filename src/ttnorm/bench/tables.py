@@ -33,6 +33,7 @@ NAMES = {
     "ttn-scaled": "TTN (scaled)",
     "ttn-dynamic": "TTN (dynamic)",
     "ttn-stream": "TTN (stream)",
+    "ttn-corrected": "TTN (stream, one domain)",
     "ttn-balanced": "TTN (stream, balanced)",
     "ttn-pool": "TTN (stream, one pool)",
 }

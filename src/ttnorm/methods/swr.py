@@ -31,7 +31,7 @@ from .step import (
 )
 
 # benchmarks/choose_swr_over_ttn.py; the rate is times that over batch statistics
-OVER_TTN = {"lr": 0.05, "strength": 10.0}
+OVER_TTN = {"lr": 0.1, "strength": 40.0}
 
 
 def swr(

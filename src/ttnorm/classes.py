@@ -1,0 +1,124 @@
+"""What a frame's class does to its moments, measured on source images.
+
+The moments of a frame tell of its domain and of what it shows. What its class does to them is known
+from the source, and can be taken off: then a run of one class moves a memory no further than any
+other frames of its domain. Moments are in units of the source, T channels of all layers in a row;
+K classes are told by R directions, for many are much alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .batches import Loader, batches
+from .layers import TTNormBase
+from .pooling import FARTHEST, Moments
+from .shallow import entering
+from .surgery import borrowed, device_of
+
+SAMPLES = 8192  # source images that are looked at
+RANK = 32  # directions that classes differ in
+SMALLEST = 1e-4  # variance, for its logarithm
+
+
+class Classes(NamedTuple):
+    """How far each class is along every direction, (K, R), and these directions, (R, 2 T): of
+    means, then of log variances."""
+
+    codes: Tensor
+    directions: Tensor
+
+
+def measure_classes(mean: Tensor, var: Tensor, labels: Tensor, number: int) -> Classes:
+    """Of source images and their labels.
+
+    Args:
+        mean, var: of every image, (N, T).
+        labels: its class, (N,).
+        number: of classes, K.
+
+    Example:
+        >>> labels = torch.arange(2).repeat(50)
+        >>> mean = 3.0 * labels[:, None] + 0.1 * torch.randn(100, 1)
+        >>> classes = measure_classes(mean, torch.ones(100, 1), labels, 2)
+        >>> (classes.codes @ classes.directions)[:, 0].round(decimals=1).abs()
+        tensor([1.5000, 1.5000])
+    """
+    x = torch.cat((mean, var.clamp_min(SMALLEST).log()), 1).double()
+    member = F.one_hot(labels, number).to(x)
+    count = member.sum(0)
+    middle = member.T @ x / count.clamp_min(1)[:, None]
+    middle = torch.where(count[:, None] > 0, middle, x.mean(0))  # nothing is known of this class
+    apart = middle - middle.mean(0)
+    # of a few images, the mean is in part chance
+    chance = (x - middle[labels]).square().mean(0) * (1 / count.clamp_min(1)).mean()
+    between = apart.square().mean(0)
+    apart = apart * ((between - chance) / between.clamp_min(1e-12)).clamp(0, 1)
+    left, sizes, directions = torch.linalg.svd(apart, full_matrices=False)
+    codes = (left * sizes)[:, :RANK]
+    return Classes(codes.float().contiguous(), directions[:RANK].float().contiguous())
+
+
+def without_class(moments: Moments, output: Tensor, classes: Classes) -> Moments:
+    """Moments of frames, (N, T), as if they were of no class, by what is predicted of it.
+
+    Args:
+        output: of the network, (N, K).
+    """
+    mean, var = moments
+    if output.dim() != 2 or output.shape[1] != len(classes.codes):
+        raise ValueError(
+            f"Predictions of shape {tuple(output.shape)}, expected (N, {len(classes.codes)}): so "
+            "many classes were measured. For a network that gives something else: "
+            "stream_(model, memory='pool')."
+        )
+    # a frame that is not finite has no class, and is not remembered
+    chance = output.to(mean).softmax(1).nan_to_num(0.0)
+    of_mean, of_log_var = ((chance @ classes.codes) @ classes.directions).chunk(2, 1)
+    mean = (mean - of_mean).clamp(-FARTHEST, FARTHEST)
+    return mean, (var * (-of_log_var).exp()).clamp(0.0, FARTHEST**2)
+
+
+def spread_of(classes: Classes) -> Tensor:
+    """The variance that classes add to that of frames of no class, (T,)."""
+    of_mean, _ = (classes.codes @ classes.directions).chunk(2, 1)
+    return of_mean.square().mean(0).clamp_max(0.9)  # 1 is all that there is
+
+
+def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> Classes | None:
+    """Of a network's source images; None without any, and where they are not of one class each.
+
+    Args:
+        model: the network, converted or not; it is left as it was.
+        loader: yields (x, y) of source images, as the network takes them.
+        samples: images to look at, at most.
+    """
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    number = 0
+    with borrowed(model, alpha=0.0) as layers, torch.no_grad():
+        for x, y in batches(loader, device_of(model)):
+            output, moments = _frames(model, list(layers.values()), x)
+            number = output.shape[1] if isinstance(output, Tensor) and output.dim() == 2 else 0
+            if moments is None or y.shape != (len(x),) or not 0 <= y.min() <= y.max() < number:
+                return None
+            seen.append((*(m.cpu() for m in moments), y.cpu().long()))  # type: ignore[arg-type]
+            if sum(len(labels) for *_, labels in seen) >= samples:
+                break
+    if not seen:
+        return None
+    mean, var, labels = (torch.cat(column) for column in zip(*seen, strict=True))
+    return measure_classes(mean, var, labels, number)
+
+
+def _frames(model: nn.Module, layers: list[TTNormBase], x: Tensor) -> tuple[Any, Moments | None]:
+    """A network's output, and the moments in all of its norms, (N, T), if it uses all of them."""
+    outputs: list[Any] = []
+    found = dict(entering(layers, lambda: outputs.append(model(x))))
+    if len(found) < len(layers):
+        return outputs[0], None
+    mean, var = (torch.cat([found[i][part] for i in range(len(layers))], 1) for part in (0, 1))
+    return outputs[0], (mean, var)
