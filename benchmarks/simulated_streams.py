@@ -65,11 +65,12 @@ class Streams:
     def _errors(self, model: nn.Module, orders: Iterable[str]) -> dict[str, dict[str, float]]:
         """Percent wrong by order and domain, frame by frame."""
         streams = {order: self._streams(ORDERS[order]) for order in orders}
+        if STREAM not in model.__dict__:  # the order does not matter
+            stream = next(iter(streams.values()))
+            errors = self._wrong(stream, (self._alone(model, segment) for segment in stream))
+            return dict.fromkeys(streams, errors)
         every = [segment for stream in streams.values() for segment in stream]
-        if STREAM in model.__dict__:  # all orders side by side
-            found = iter(next(alongside(model, self._images, every, 1, len(every))))
-        else:
-            found = (self._alone(model, segment) for segment in every)
+        found = iter(next(alongside(model, self._images, every, 1, len(every))))
         return {order: self._wrong(stream, found) for order, stream in streams.items()}
 
     def _streams(self, scenario: str) -> list[Segment]:

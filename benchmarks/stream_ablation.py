@@ -3,14 +3,14 @@
 python benchmarks/stream_ablation.py CIFAR_FOLDER [--network wrn40_2-cifar10] [--device cuda]
 
 The images, domains and orders of choose_stream_memory.py, with one thing at a time other than the
-default: how many frames are remembered, how many the source counts for, into how many parts classes
-are sorted, how many domains are held, whether domains or classes are told apart at all, and by how
-many norms domains are.
+default: how many frames are remembered, how many the source counts for, how many domains are held,
+whether domains or classes are told apart at all, and by how many norms domains are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import measure
@@ -22,16 +22,15 @@ import ttnorm
 from ttnorm.data.loader import DeviceLoader
 from ttnorm.models import zoo
 from ttnorm.shallow import content_of
-from ttnorm.surgery import CONTENT
+from ttnorm.surgery import CLASSES, CONTENT
 
 FRAMES = 500
 COLUMNS = ("random", "sorted by class", "alternating", "mixed")
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "window": (50, 100, 500, 1000),
     "source": (0.01, 1, 16),
-    "buckets": (1, 5, 100),
     "slots": (1, 2, 4, 16),
-    "memory": ("balanced", "pool"),
+    "memory": ("corrected", "balanced", "pool"),
 }
 DEPTHS = (1, 9)
 
@@ -42,29 +41,31 @@ def main() -> None:
     args = parser.parse_args()
     others, images, labels = held_out(args, args.frames)
     streams = Streams(images, labels)
-    classes = int(others.labels.max()) + 1
-    model = ttnorm.load_(zoo.load(args.network, args.device), zoo.alpha_files(args.network)["ttn"])
+    alpha = zoo.alpha_files(args.network)["ttn"]
+    model = ttnorm.load_(zoo.load(args.network, args.device), alpha)
     records = [
         record
-        for row, changed in _variants(model, others, classes)
+        for row, changed in _variants(model, alpha, others)
         for record in streams.records("stream, ablation", row, args.network, changed, COLUMNS)
     ]
     measure.keep(f"stream_ablation.{args.network}", records)
 
 
 def _variants(
-    model: nn.Module, others: DeviceLoader, classes: int
+    model: nn.Module, alpha: Path, others: DeviceLoader
 ) -> Iterator[tuple[str, nn.Module]]:
     """The network with its default memory, and with each of the others in turn."""
     yield "default", ttnorm.stream_(model)
     for option, values in OPTIONS.items():
         for value in values:
-            if option != "buckets" or value <= classes:  # no more are used
-                yield f"{option} {value}", ttnorm.stream_(model, **{option: value})
+            yield f"{option} {value}", ttnorm.stream_(model, **{option: value})
     for depth in DEPTHS:
         ttnorm.end_stream_(model)
         model.__dict__[CONTENT] = content_of(model, others, depth=depth)
         yield f"depth {depth}", ttnorm.stream_(model)
+    ttnorm.load_(model, alpha)
+    del model.__dict__[CLASSES]
+    yield "classes unknown", ttnorm.stream_(model)
 
 
 if __name__ == "__main__":

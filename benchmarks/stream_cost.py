@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ttnorm
+from ttnorm.memory import MEMORIES
 from ttnorm.models import zoo
 from ttnorm.routes import EVERY
 
@@ -31,9 +32,8 @@ def main() -> None:
     def network() -> nn.Module:
         return ttnorm.load_(zoo.load(name, args.device), zoo.alpha_files(name)["ttn"])
 
-    memories = ("pool", "balanced", "routed")
     networks = {"offline": network()}
-    networks |= {memory: ttnorm.stream_(network(), memory=memory) for memory in memories}
+    networks |= {memory: ttnorm.stream_(network(), memory=memory) for memory in MEMORIES}
     x = torch.rand(1, 3, 32, 32, device=args.device)
     for model in networks.values():
         for _ in range(WARM_UP):
@@ -44,7 +44,7 @@ def main() -> None:
     }
     time = measure.seconds(calls, args.device, args.rounds)
     records = []
-    for memory in memories:
+    for memory in MEMORIES:
         label = f"WRN-40-2, a frame, {memory} memory, time against TTN without one"
         ours, other = (1e3 * time[which] / FRAMES for which in (memory, "offline"))
         records.append(measure.record("stream_cost", label, ours, "ms", other, args.device))

@@ -33,29 +33,45 @@ class Classes(NamedTuple):
     directions: Tensor
 
 
-def measure_classes(mean: Tensor, var: Tensor, labels: Tensor, number: int) -> Classes:
-    """Of source images and their labels.
+class Sums(NamedTuple):
+    """Over images: how many there are of each class, (K,), the sums of their means and log
+    variances, (K, 2 T), and those of all squares, (2 T)."""
+
+    images: Tensor
+    total: Tensor
+    squares: Tensor
+
+
+def sum_up(mean: Tensor, var: Tensor, labels: Tensor, number: int) -> Sums:
+    """Of some images; sums of others can be added.
 
     Args:
         mean, var: of every image, (N, T).
         labels: its class, (N,).
         number: of classes, K.
+    """
+    x = torch.cat((mean, var.clamp_min(SMALLEST).log()), 1).double()
+    member = F.one_hot(labels, number).to(x)
+    return Sums(member.sum(0), member.T @ x, x.square().sum(0))
+
+
+def measure_classes(sums: Sums) -> Classes:
+    """What classes do to moments.
 
     Example:
         >>> labels = torch.arange(2).repeat(50)
         >>> mean = 3.0 * labels[:, None] + 0.1 * torch.randn(100, 1)
-        >>> classes = measure_classes(mean, torch.ones(100, 1), labels, 2)
+        >>> classes = measure_classes(sum_up(mean, torch.ones(100, 1), labels, 2))
         >>> (classes.codes @ classes.directions)[:, 0].round(decimals=1).abs()
         tensor([1.5000, 1.5000])
     """
-    x = torch.cat((mean, var.clamp_min(SMALLEST).log()), 1).double()
-    member = F.one_hot(labels, number).to(x)
-    count = member.sum(0)
-    middle = member.T @ x / count.clamp_min(1)[:, None]
-    middle = torch.where(count[:, None] > 0, middle, x.mean(0))  # nothing is known of this class
+    count, total, squares = sums
+    images, known = count.sum(), count[:, None] > 0
+    middle = torch.where(known, total / count.clamp_min(1)[:, None], total.sum(0) / images)
     apart = middle - middle.mean(0)
     # of a few images, the mean is in part chance
-    chance = (x - middle[labels]).square().mean(0) * (1 / count.clamp_min(1)).mean()
+    within = (squares - (count[:, None] * middle.square()).sum(0)) / images
+    chance = within * (1 / count.clamp_min(1)).mean()
     between = apart.square().mean(0)
     apart = apart * ((between - chance) / between.clamp_min(1e-12)).clamp(0, 1)
     left, sizes, directions = torch.linalg.svd(apart, full_matrices=False)
@@ -97,21 +113,20 @@ def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> C
         loader: yields (x, y) of source images, as the network takes them.
         samples: images to look at, at most.
     """
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    number = 0
+    sums: Sums | None = None
     with borrowed(model, alpha=0.0) as layers, torch.no_grad():
         for x, y in batches(loader, device_of(model)):
             output, moments = _frames(model, list(layers.values()), x)
             number = output.shape[1] if isinstance(output, Tensor) and output.dim() == 2 else 0
-            if moments is None or y.shape != (len(x),) or not 0 <= y.min() <= y.max() < number:
+            if moments is None or y.shape != (len(x),) or y.is_floating_point():
                 return None
-            seen.append((*(m.cpu() for m in moments), y.cpu().long()))  # type: ignore[arg-type]
-            if sum(len(labels) for *_, labels in seen) >= samples:
+            if not 0 <= y.min() <= y.max() < number:
+                return None
+            more = sum_up(*moments, y, number)
+            sums = more if sums is None else Sums(*map(torch.add, sums, more))
+            if sums.images.sum() >= samples:
                 break
-    if not seen:
-        return None
-    mean, var, labels = (torch.cat(column) for column in zip(*seen, strict=True))
-    return measure_classes(mean, var, labels, number)
+    return None if sums is None else Classes(*(t.cpu() for t in measure_classes(sums)))
 
 
 def _frames(model: nn.Module, layers: list[TTNormBase], x: Tensor) -> tuple[Any, Moments | None]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import ttnorm
 from ttnorm import StreamConfig
-from ttnorm.classes import Classes, classes_of, measure_classes, spread_of, without_class
+from ttnorm.classes import Classes, classes_of, measure_classes, spread_of, sum_up, without_class
 from ttnorm.memory import MEMORIES
 from ttnorm.pooling import FARTHEST
 from ttnorm.routes import EVERY, FIRST, RECENT
@@ -195,7 +195,7 @@ class TestCorrected:
     def test_classes_are_the_means_of_their_images(self):
         labels, effect = torch.arange(600) % 3, torch.randn(3, 5)
         mean, var = effect[labels] + 0.01 * torch.randn(600, 5), effect[labels].exp()
-        codes, directions = measure_classes(mean, var, labels, 3)
+        codes, directions = measure_classes(sum_up(mean, var, labels, 3))
         of_mean, of_log_var = (codes @ directions).chunk(2, 1)
         expected = effect - effect.mean(0)
         torch.testing.assert_close(of_mean, expected, atol=1e-2, rtol=0)
@@ -203,14 +203,16 @@ class TestCorrected:
 
     def test_what_is_chance_is_left_out(self):
         labels = torch.arange(400) % 100  # four images of each class, which mean nothing
-        codes, directions = measure_classes(torch.randn(400, 50), torch.ones(400, 50), labels, 100)
+        codes, directions = measure_classes(
+            sum_up(torch.randn(400, 50), torch.ones(400, 50), labels, 100)
+        )
         seen, _ = (codes @ directions).chunk(2, 1)
         # 0.25 is what the means of four images vary by
         assert seen.square().mean() < 0.02
 
     def test_a_class_without_an_image_and_many_classes(self):
         labels = torch.arange(900) % 90
-        classes = measure_classes(torch.randn(900, 8), torch.rand(900, 8), labels, 100)
+        classes = measure_classes(sum_up(torch.randn(900, 8), torch.rand(900, 8), labels, 100))
         assert classes.codes.shape == (100, 16)  # no more directions than numbers
         assert torch.isfinite(classes.codes).all()
 

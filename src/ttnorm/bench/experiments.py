@@ -21,8 +21,7 @@ DEAR = ("cotta", "ttn-online", "sliding")  # methods that take hours on everythi
 SMALL = 10  # a batch whose streams are divided
 FIRST = 1000  # images of a domain, which then stand for all of them
 STREAMS: tuple[Row, ...] = tuple(
-    (norm, "none")
-    for norm in ("ttn-stream", "ttn-corrected", "ttn-balanced", "ttn-pool", "ema")
+    (norm, "none") for norm in ("ttn-stream", "ttn-corrected", "ttn-balanced", "ttn-pool", "ema")
 )
 METHODS: tuple[Row, ...] = tuple(
     (norm, method) for method in ("tent", "swr") for norm in ("tbn", "ttn")

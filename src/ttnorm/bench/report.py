@@ -26,6 +26,7 @@ TITLES = {
     },
     "source": "Source: the clean test set",
 }
+STREAM_AND_OTHERS = ("source", "tbn", "adaptive-bn", "ttn", "ttn-stream")
 
 
 def write_report(
@@ -74,6 +75,11 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
         page.add(paper.ERRATA.get((scenario, dataset), ""))
         figure = figures.error_by_batch_size(named, dataset=dataset, scenario=scenario)
         page.figure(base, figure)
+        if "ttn-stream" in {r["norm"] for r in named}:
+            shown = [r for r in named if r["norm"] in STREAM_AND_OTHERS and r["method"] == "none"]
+            figure = figures.error_by_batch_size(shown, dataset=dataset, scenario=scenario)
+            page.add("With and without a memory of the stream:")
+            page.figure(f"{base}-stream", figure)
     if constants:
         page.add("The same alpha for every channel:")
         both = constants + [r for r in named if (r["norm"], r["method"]) == ("ttn", "none")]

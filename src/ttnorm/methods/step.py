@@ -24,9 +24,6 @@ from ..surgery import STREAM, isolated
 
 logger = logging.getLogger("ttnorm")
 
-# The source's statistics do not take back what a step does to a scale, as a batch's would, so that
-# less is enough: benchmarks/choose_learning_rate.py
-OVER_LEARNED_ALPHA = 0.05  # times the learning rate over batch statistics
 LOOK = 100  # updates after which a GPU is asked whether all were finite
 Predict = Callable[[Tensor], tuple[Tensor, Tensor]]
 
