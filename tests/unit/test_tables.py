@@ -56,6 +56,12 @@ def test_a_cell_is_the_mean_over_domains_beside_the_paper_s():
     assert rows["TTN"][2].paper == pytest.approx((11.67 + 17.99) / 2)
 
 
+def test_streams_that_share_the_images_are_mentioned():
+    divided = [r | {"config": r["config"] | {"streams": 10}} for r in all_domains("ema", 1, 7)]
+    assert "At B = 1, streams" in table(RECORDS + divided).note
+    assert "streams" not in table().note
+
+
 def test_seeds_give_a_deviation():
     more = RECORDS + [r | {"seed": 1, "wrong": r["wrong"] + 2} for r in RECORDS]
     cell = dict(table(more).rows)["TTN"][0]

@@ -456,4 +456,8 @@ def _note(records: Sequence[Record]) -> str:
     seeds = len({(r["seed"], (variant_of(r) or ("", 0))[1]) for r in records})
     count = " or ".join(f"{n:,}" for n in images)
     runs = f", up to {seeds} seeds" if seeds > 1 else ""
-    return f"{', '.join(models)}; {count} images a domain{runs}."
+    divided = {r["batch_size"] for r in records if "streams" in r["config"]}
+    sizes = ", ".join(map(str, sorted(divided, reverse=True)))
+    streams = f" At B = {sizes}, streams that are remembered have a share of the images each."
+    streams = streams if sizes else ""
+    return f"{', '.join(models)}; {count} images a domain{runs}.{streams}"
