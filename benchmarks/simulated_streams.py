@@ -70,7 +70,8 @@ class Streams:
             errors = self._wrong(stream, (self._alone(model, segment) for segment in stream))
             return dict.fromkeys(streams, errors)
         every = [segment for stream in streams.values() for segment in stream]
-        found = iter(next(alongside(model, self._images, every, 1, len(every))))
+        alone = [[segment] for segment in every]
+        found = iter(next(alongside(model, self._images, alone, 1, len(every))))
         return {order: self._wrong(stream, found) for order, stream in streams.items()}
 
     def _streams(self, scenario: str) -> list[Segment]:

@@ -47,7 +47,7 @@ def evaluate(
         grouped: False runs batches one after another.
         experiment: a name for these cells in the records.
     """
-    jobs = list(jobs)
+    jobs = list(dict.fromkeys(jobs))
     check(network, data, jobs)
     progress = Progress("evaluate", len(jobs))
     known: dict[tuple[Any, ...], Record] = {}
@@ -151,7 +151,7 @@ def _score_alongside(
     left = Counter(cell for stream in parts for cell, _ in stream)
     scored: dict[tuple[int, int], list[tuple[Segment, Tensor]]] = defaultdict(list)
     started, waiting = _now(run.device), iter(parts)
-    for together in run.alongside([joined([s for _, s in stream]) for stream in parts]):
+    for together in run.alongside([[s for _, s in stream] for stream in parts]):
         ready = []
         for classes, stream in zip(together, waiting, strict=False):
             lengths = [len(segment.images) for _, segment in stream]

@@ -36,7 +36,7 @@ def predictions(
     stream = job.segments(data)
     run = Run(network, data, job, grouped)
     if grouped and share_forwards(job, stream):
-        together = itertools.chain.from_iterable(run.alongside(stream))
+        together = itertools.chain.from_iterable(run.alongside([[s] for s in stream]))
         yield from zip(stream, together, strict=True)
         return
     for segment in stream:
@@ -75,8 +75,8 @@ class Run:
         batches = max(1, whole // job.batch_size) if grouped else 1
         self.samples = batches * job.batch_size
 
-    def alongside(self, streams: Sequence[Segment]) -> Iterator[list[Tensor]]:
-        """Of segments that all start anew, under a norm that remembers: see `alongside`."""
+    def alongside(self, streams: Sequence[Sequence[Segment]]) -> Iterator[list[Tensor]]:
+        """Of streams that all start anew, under a norm that remembers: see `alongside`."""
         left = list(streams)
         while left:
             at_once = self.samples // self.batch_size
