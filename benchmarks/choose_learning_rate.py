@@ -25,10 +25,8 @@ CELLS = (("tbn", 200), ("ttn", 200), ("ttn", 4))  # norm and batch size
 
 
 def main() -> None:
-    parser = measure.source_data_parser(__doc__)
-    parser.add_argument("--images", type=int, default=10000)
-    args = parser.parse_args()
-    loader, images, labels = held_out(args, args.images)
+    args = measure.source_data_parser(__doc__).parse_args()
+    loader, images, labels = held_out(args)
     agreement = gradient_agreement(zoo.load(args.network, args.device), loader)
     domains = simulated(images)
     records = []

@@ -26,10 +26,9 @@ BATCH_SIZES = (200, 64, 16, 4, 2, 1)
 
 def main() -> None:
     parser = measure.source_data_parser(__doc__)
-    parser.add_argument("--held-out", type=int, default=10000)
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
-    loader, images, labels = held_out(args, args.held_out)
+    loader, images, labels = held_out(args)
     domains = simulated(images)
     model = zoo.load(args.network, args.device)
     ttnorm.convert_(model, 0.0)
@@ -54,7 +53,7 @@ def main() -> None:
                 "value": invert,
                 "network": args.network,
                 "epochs": args.epochs,
-                "images": args.held_out,
+                "images": args.images,
                 "source's error": source,
                 "error by batch size": errors,
                 "mean error": sum(every) / len(every),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import measure
 from other_memories import LongAndShort, Reservoir
-from simulated_streams import ORDERS, Streams
+from simulated_streams import IMAGES, ORDERS, Streams
 from source_data import held_out
 from torch import nn
 
@@ -22,15 +22,12 @@ from ttnorm.memory import MEMORIES
 from ttnorm.models import zoo
 from ttnorm.stream import attach_
 
-FRAMES = 500
 OTHERS = {"reservoir": Reservoir, "long and short": LongAndShort}
 
 
 def main() -> None:
-    parser = measure.source_data_parser(__doc__)
-    parser.add_argument("--frames", type=int, default=FRAMES, help="images in each domain")
-    args = parser.parse_args()
-    _, images, labels = held_out(args, args.frames)
+    args = measure.source_data_parser(__doc__, IMAGES).parse_args()
+    _, images, labels = held_out(args)
     streams = Streams(images, labels)
     alpha = zoo.alpha_files(args.network)["ttn"]
 

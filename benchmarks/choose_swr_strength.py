@@ -33,10 +33,8 @@ SHIFTS = (0, 1, 2)  # seeds
 
 
 def main() -> None:
-    parser = measure.source_data_parser(__doc__)
-    parser.add_argument("--images", type=int, default=10000)
-    args = parser.parse_args()
-    loader, images, labels = held_out(args, args.images)
+    args = measure.source_data_parser(__doc__).parse_args()
+    loader, images, labels = held_out(args)
     weights = gradient_agreement(zoo.load(args.network, args.device), loader)
     shifted = [
         ttnorm.prior_shift(images, Generator().manual_seed(seed), invert=1.0, per="batch")

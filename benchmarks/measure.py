@@ -118,11 +118,17 @@ def keep(name: str, records: Sequence[Record]) -> None:
     (RESULTS / f"{name}.json").write_text(f"[\n{lines}\n]\n")
 
 
-def source_data_parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments of scripts that choose something on source data."""
+def source_data_parser(description: str | None, images: int = 10000) -> argparse.ArgumentParser:
+    """The arguments of scripts that choose something on source data.
+
+    Args:
+        description: of the script.
+        images: that it holds out, unless told otherwise.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("data", type=Path, help="a folder with CIFAR")
     parser.add_argument("--network", default="wrn40_2-cifar10")
+    parser.add_argument("--images", type=int, default=images, help="held out, in each domain")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     return parser
 

@@ -16,6 +16,7 @@ from ttnorm.bench.alongside import alongside
 from ttnorm.bench.scenarios import Segment, joined, segments
 from ttnorm.surgery import STREAM
 
+IMAGES = 500  # in each domain
 ORDERS = {
     "random": "single",
     "sorted by class": "class-sorted",

@@ -13,13 +13,13 @@ from ttnorm.data.cifar import load_cifar
 from ttnorm.data.loader import DeviceLoader
 
 
-def held_out(args: Namespace, count: int) -> tuple[DeviceLoader, Tensor, Tensor]:
-    """The last `count` training images, in [0, 1], and their labels, after a loader of the others.
+def held_out(args: Namespace) -> tuple[DeviceLoader, Tensor, Tensor]:
+    """The last training images, in [0, 1], and their labels, after a loader of the others.
 
     Args:
         args: of `measure.source_data_parser`.
-        count: of images.
     """
+    count = args.images
     images, labels = (t.to(args.device) for t in load_cifar(args.data, "train"))
     loader = DeviceLoader(images[:-count], labels[:-count], 200)
     return loader, images[-count:].float() / 255, labels[-count:]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import measure
-from simulated_streams import Streams
+from simulated_streams import IMAGES, Streams
 from source_data import held_out
 from torch import nn
 
@@ -24,7 +24,6 @@ from ttnorm.models import zoo
 from ttnorm.shallow import content_of
 from ttnorm.surgery import CLASSES, CONTENT
 
-FRAMES = 500
 COLUMNS = ("random", "sorted by class", "alternating", "mixed")
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "window": (50, 100, 500, 1000),
@@ -36,10 +35,8 @@ DEPTHS = (1, 9)
 
 
 def main() -> None:
-    parser = measure.source_data_parser(__doc__)
-    parser.add_argument("--frames", type=int, default=FRAMES, help="images in each domain")
-    args = parser.parse_args()
-    others, images, labels = held_out(args, args.frames)
+    args = measure.source_data_parser(__doc__, IMAGES).parse_args()
+    others, images, labels = held_out(args)
     streams = Streams(images, labels)
     alpha = zoo.alpha_files(args.network)["ttn"]
     model = ttnorm.load_(zoo.load(args.network, args.device), alpha)

@@ -10,7 +10,7 @@ from torch import nn
 
 import ttnorm
 from ttnorm import StreamConfig
-from ttnorm.classes import Classes, classes_of, measure_classes, spread_of, sum_up, without_class
+from ttnorm.classes import classes_of
 from ttnorm.memory import MEMORIES
 from ttnorm.pooling import FARTHEST
 from ttnorm.routes import EVERY, FIRST, RECENT
@@ -192,39 +192,6 @@ class TestBalanced:
 
 
 class TestCorrected:
-    def test_classes_are_the_means_of_their_images(self):
-        labels, effect = torch.arange(600) % 3, torch.randn(3, 5)
-        mean, var = effect[labels] + 0.01 * torch.randn(600, 5), effect[labels].exp()
-        codes, directions = measure_classes(sum_up(mean, var, labels, 3))
-        of_mean, of_log_var = (codes @ directions).chunk(2, 1)
-        expected = effect - effect.mean(0)
-        torch.testing.assert_close(of_mean, expected, atol=1e-2, rtol=0)
-        torch.testing.assert_close(of_log_var, expected, atol=1e-2, rtol=0)
-
-    def test_what_is_chance_is_left_out(self):
-        labels = torch.arange(400) % 100  # four images of each class, which mean nothing
-        codes, directions = measure_classes(
-            sum_up(torch.randn(400, 50), torch.ones(400, 50), labels, 100)
-        )
-        seen, _ = (codes @ directions).chunk(2, 1)
-        # 0.25 is what the means of four images vary by
-        assert seen.square().mean() < 0.02
-
-    def test_a_class_without_an_image_and_many_classes(self):
-        labels = torch.arange(900) % 90
-        classes = measure_classes(sum_up(torch.randn(900, 8), torch.rand(900, 8), labels, 100))
-        assert classes.codes.shape == (100, 16)  # no more directions than numbers
-        assert torch.isfinite(classes.codes).all()
-
-    def test_frames_count_as_if_they_were_of_no_class(self):
-        classes = Classes(torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.5, 0.2]]))
-        mean, var = torch.tensor([[0.5], [-0.5]]), torch.tensor([[0.2], [-0.2]]).exp()
-        sure = 100 * torch.eye(2)
-        mean, var = without_class((mean, var), sure, classes)
-        torch.testing.assert_close(mean, torch.zeros(2, 1))
-        torch.testing.assert_close(var, torch.ones(2, 1))
-        assert spread_of(classes).tolist() == [0.25]
-
     def test_a_run_of_one_class_is_remembered_as_all_classes_would_be(self, network):
         network[8].weight.data.zero_()
         network[8].bias.data = torch.tensor([0.0, 50.0, 0.0, 0.0])  # all is class 1, the bright one
@@ -250,11 +217,6 @@ class TestCorrected:
         del network.__dict__[CLASSES]
         with pytest.raises(ValueError, match="not known what classes do"):
             ttnorm.stream_(network, memory="corrected")
-
-    @pytest.mark.parametrize("labels", [torch.zeros(8, 2, 2).long(), torch.full((8,), 4)])
-    def test_labels_that_are_no_classes_tell_nothing(self, network, labels):
-        assert classes_of(network, [(frames(8), labels)]) is None
-        assert classes_of(network, []) is None
 
 
 BAD = {
