@@ -25,6 +25,7 @@ class Choice(NamedTuple):
         text: how, and what for.
         cells: from a record to its cells.
         by_column: whether the lowest of a column is the choice, and not that of a row.
+        networks: that it was made with.
     """
 
     title: str
@@ -32,11 +33,11 @@ class Choice(NamedTuple):
     text: str
     cells: Callable[[Record], Cells]
     by_column: bool
+    networks: tuple[str, ...] = NETWORKS
 
 
-def _by_batch_size(record: Record) -> Cells:
+def _by_batch_size(record: Record, row: str) -> Cells:
     domains = record["error by batch size"].values()
-    row = f"{record['value']:g}"
     means = {
         (row, f"B = {size}"): sum(domain[size] for domain in domains) / len(domains)
         for size in next(iter(domains))
@@ -56,8 +57,18 @@ CHOICES = (
         "prior_shift",
         "Alpha fitted on 40,000 training images, errors on the other 10,000 in six simulated "
         "domains (`choose_prior_shift.py`).",
-        _by_batch_size,
+        lambda r: _by_batch_size(r, f"{r['value']:g}"),
         by_column=True,
+    ),
+    Choice(
+        "How alpha is fitted to few large images",
+        "alpha_shift",
+        "Alpha fitted on every other source image under a shift, at a rate, and with a strength of "
+        "the regulariser; errors, or what masks lack of overlapping (100 - mIoU), on the others in "
+        "simulated domains (`choose_alpha_shift.py`).",
+        lambda r: _by_batch_size(r, f"{r['value']}, {r['lr']:g}, {r['lambda_']:g}"),
+        by_column=True,
+        networks=("mobilenet_v2", "efficientnet_lite0", "deeplab-camvid"),
     ),
     Choice(
         "How strongly SWR holds parameters",
@@ -113,7 +124,7 @@ def main() -> None:
         "image and no corruption was looked at. Errors in percent, the lowest in bold."
     ]
     for choice in CHOICES:
-        files = {n: HERE / "results" / f"{choice.records}.{n}.json" for n in NETWORKS}
+        files = {n: HERE / "results" / f"{choice.records}.{n}.json" for n in choice.networks}
         if not any(path.exists() for path in files.values()):
             continue  # not run yet
         parts.append(f"## {choice.title}\n\n{choice.text}")

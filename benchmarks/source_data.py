@@ -27,7 +27,9 @@ def held_out(args: Namespace) -> tuple[DeviceLoader, Tensor, Tensor]:
 
 def simulated(x: Tensor) -> dict[str, Tensor]:
     """Clean, inverted, solarized, posterized, shrunk and dark."""
-    small = F.pad(F.interpolate(x, scale_factor=0.5, mode="area"), (8, 8, 8, 8), mode="replicate")
+    small = F.interpolate(x, scale_factor=0.5, mode="area")
+    edge = (x.shape[-1] - small.shape[-1]) // 2, (x.shape[-2] - small.shape[-2]) // 2
+    small = F.pad(small, (edge[0], edge[0], edge[1], edge[1]), mode="replicate")
     return {
         "clean": x,
         "inverted": 1 - x,

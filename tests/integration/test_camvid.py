@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from ttnorm.bench import subject, tables
+from ttnorm.bench import formats, subject, tables
 from ttnorm.bench.experiments import EXPERIMENTS
 from ttnorm.bench.records import read_records
 from ttnorm.bench.report import write_report
@@ -117,7 +117,7 @@ def test_a_table_of_scenes_has_deviations_and_the_highest_is_best(records):
     assert [round(c.ours) for c in source] == [70, 40, 30, 30]
     assert ttn[0].ours == pytest.approx(71)
     assert ttn[0].deviation == pytest.approx(1)
-    assert "**71.00 ± 1.00**" in tables.to_markdown(small)
+    assert "**71.00 ± 1.00**" in formats.to_markdown(small)
     assert both.columns == ["B = 4", "B = 2", "average"]
     assert large.title.endswith("B = 4: mIoU in %")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ttnorm import artefact, surgery
-from ttnorm.bench import figures, paper, tables
+from ttnorm.bench import figures, formats, paper, tables
 from ttnorm.bench.report import write_report
 from ttnorm.data.corruptions import CORRUPTIONS
 
@@ -67,13 +67,13 @@ def test_seeds_give_a_deviation():
     cell = dict(table(more).rows)["TTN"][0]
     assert cell.ours == 13.0
     assert cell.deviation == pytest.approx(2**0.5)
-    assert "13.00 ± 1.41" in tables.to_markdown(table(more))
+    assert "13.00 ± 1.41" in formats.to_markdown(table(more))
 
 
 def test_a_cell_that_lacks_a_domain_is_empty():
     cells = dict(table(RECORDS[:-1]).rows)["α = 0.3"]
     assert [c.ours for c in cells] == [15.0, None, None]
-    assert "| α = 0.3 | 15.00 (12.05, +2.95) | – (17.42) | –" in tables.to_markdown(
+    assert "| α = 0.3 | 15.00 (12.05, +2.95) | – (17.42) | –" in formats.to_markdown(
         table(RECORDS[:-1])
     )
 
@@ -158,20 +158,20 @@ def test_by_domain():
 
 
 def test_markdown_marks_the_best_of_a_column():
-    text = tables.to_markdown(table())
+    text = formats.to_markdown(table())
     assert text.splitlines()[0] == "| | B = 200 | B = 1 | average |"
     row = "| TTN | **12.00** (11.67, +0.33) | **12.00** (17.99, -5.99) | **12.00** (14.83, -2.83) |"
     assert row in text
 
 
 def test_csv_holds_everything():
-    rows = list(csv.reader(io.StringIO(tables.to_csv(table()))))
+    rows = list(csv.reader(io.StringIO(formats.to_csv(table()))))
     assert rows[0][:4] == ["row", "B = 200", "B = 200 deviation", "B = 200 paper"]
     assert ["TTN", "12.0000", "", "11.6700"] in [row[:4] for row in rows]
 
 
 def test_latex_is_a_tabular():
-    text = tables.to_latex(table())
+    text = formats.to_latex(table())
     assert r"TTN & \textbf{12.00} & \textbf{12.00} & \textbf{12.00} \\" in text
     assert r"$\alpha$ = 0.3" in text
     assert text.count(r"\\") == 5
@@ -180,7 +180,7 @@ def test_latex_is_a_tabular():
 def test_rich_shows_every_number(capsys):
     from rich.console import Console
 
-    Console(width=120).print(tables.to_rich(table()))
+    Console(width=120).print(formats.to_rich(table()))
     shown = capsys.readouterr().out
     assert "12.00 11.67" in shown
     assert "cifar10-c, single" in shown

@@ -205,10 +205,10 @@ def _mark_what_is_above(axes: Axes, ceiling: float) -> None:
         )
 
 
-def save(figure: Figure, path: str | Path) -> None:
+def save(figure: Figure, path: str | Path, dpi: int = 200) -> None:
     """Write a figure; the same figure gives the same bytes."""
     with matplotlib.rc_context({"svg.hashsalt": Path(path).name}):
-        figure.savefig(path, metadata={"Date": None}, dpi=200)
+        figure.savefig(path, metadata={"Date": None}, dpi=dpi)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

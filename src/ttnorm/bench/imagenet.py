@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..augment import prior_shift
+from ..augment import domain_shift, prior_shift
 from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.imagenet import CLASSES, MOST, load_imagenet, split_folder
 from ..data.images import Images
@@ -20,7 +20,7 @@ from .variants import SEVERITY, Source
 
 BATCH_SIZE = 64  # the paper's for post-training
 RATE = 2.5e-4  # likewise, for 30 epochs of 64,000 images
-RATE_OF_FEW = 1e-3  # with fewer images there are fewer steps, and alpha has as far to go
+RATE_OF_FEW = 4e-3  # with fewer images there are fewer steps: benchmarks/choose_alpha_shift.py
 
 
 class ImageNetBench:
@@ -66,14 +66,14 @@ class ImageNetBench:
     @cached_property
     def _source(self) -> Source:
         train = self._images("source", self.setup.scale.train or MOST)
-        rate = RATE if len(train.labels) >= MOST else RATE_OF_FEW
+        few = len(train.labels) < MOST
         return Source(
             Images(*(t.to(self.setup.device) for t in train)),
             epochs=self.setup.scale.epochs,
             batch_size=min(BATCH_SIZE, len(train.labels)),
-            config={"lr": rate},
+            config={"lr": RATE_OF_FEW if few else RATE},
             # for ImageNet the paper has one augmentation for both the prior and alpha
-            augment=partial(prior_shift, per="batch"),
+            augment=domain_shift if few else partial(prior_shift, per="batch"),
         )
 
     def tests(self, clean: bool) -> list[Domains]:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from .. import artefact
 from ..data.corruptions import CORRUPTIONS
 from ..data.segmentation import layout_of
-from . import figures, paper, tables
+from . import figures, formats, paper, tables
 from .records import Record, variant_of
 
 TITLES = {
@@ -158,8 +158,8 @@ class _Page:
             self.parts.append(text.rstrip())
 
     def table(self, name: str, table: tables.Table) -> None:
-        self.add(tables.to_markdown(table))
-        for ending, text in (("csv", tables.to_csv(table)), ("tex", tables.to_latex(table))):
+        self.add(formats.to_markdown(table))
+        for ending, text in (("csv", formats.to_csv(table)), ("tex", formats.to_latex(table))):
             self._write(f"{name}.{ending}", text)
 
     def figure(self, name: str, figure: Figure) -> None:

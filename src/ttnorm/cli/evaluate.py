@@ -175,11 +175,11 @@ def report(
 
 
 def _print_tables(records: Path) -> None:
-    from ..bench import tables
+    from ..bench import formats, tables
     from ..bench.records import read_records
 
     found = read_records([records])
     for (_, scenario), together in tables.split(found).items():
         dataset = together[0]["dataset"]
         table = tables.by_batch_size(together, dataset=dataset, scenario=scenario)
-        console.print(tables.to_rich(table))
+        console.print(formats.to_rich(table))

@@ -61,7 +61,7 @@ def reproduce(
     """
     import dataclasses
 
-    from ..bench import figures, subject, tables
+    from ..bench import figures, formats, subject, tables
     from ..bench.camvid import CamvidBench
     from ..bench.cifar import CifarBench
     from ..bench.experiments import experiments_named
@@ -115,9 +115,9 @@ def reproduce(
     if pictures is not None and isinstance(scenes, CamvidBench):
         pictures.mkdir(parents=True, exist_ok=True)
         for domain in ("dusk", "fog"):
-            figures.save(scenes.picture(domain), pictures / f"camvid-{domain}.png")
+            figures.save(scenes.picture(domain), pictures / f"camvid-{domain}.png", dpi=100)
     everything = read_records([records])
     for experiment in chosen.values():
         for table in tables.of_experiment(experiment, everything):
-            console.print(tables.to_rich(table))
+            console.print(formats.to_rich(table))
     console.print(f"Records are in {records}; ttnorm report {records} makes a page of them.")

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from .. import artefact
-from ..bench import tables
+from ..bench import formats, tables
 from ..bench.evaluate import evaluate
 from ..bench.job import Domains, Job, Network
 from ..bench.predict import predictions
@@ -59,7 +59,7 @@ def run(console: Console, output: Path, images: int = IMAGES) -> list[Record]:
     evaluate(network, data, jobs, RecordFile(path), experiment="demo")
     records = read_records([path])
     table = tables.by_batch_size(records, dataset=data.dataset, scenario="single")
-    console.print(tables.to_rich(table))
+    console.print(formats.to_rich(table))
     shown = {norm: first_predictions(network, data, norm) for norm in ("source", "tbn", "ttn")}
     page = write_page(output, data, shown, records, table, result)
     console.print(f"4. look at it: {page}  ({time.monotonic() - started:.0f} s in all)")

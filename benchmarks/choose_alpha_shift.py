@@ -1,0 +1,132 @@
+"""How alpha is fitted to large images, decided on source data alone.
+
+python benchmarks/choose_alpha_shift.py imagenet FOLDER --network mobilenet_v2=FILE [--device cuda]
+python benchmarks/choose_alpha_shift.py camvid FOLDER --network CHECKPOINT [--device cuda]
+
+For ImageNet the paper fits alpha under the prior's shift, for street scenes it does not say; and
+with a few thousand images there are few steps. For each shift, learning rate and strength of the
+regulariser: alpha fitted on every other source image, and what the network makes of the others in
+simulated domains (source_data.py) at every batch size, as a percentage that is wrong: images, or
+what masks lack of overlapping (100 - mIoU). No test image and no corruption is looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+from source_data import simulated
+from torch import Tensor, nn
+
+import ttnorm
+from ttnorm.augment import Augment
+from ttnorm.bench.camvid import CamvidBench
+from ttnorm.bench.imagenet import ImageNetBench
+from ttnorm.bench.job import classes_of
+from ttnorm.bench.scores import score
+from ttnorm.bench.subject import FULL, Setup
+from ttnorm.data.images import Images
+from ttnorm.data.loader import DeviceLoader
+
+PRIOR_SHIFT = partial(ttnorm.prior_shift, per="batch")
+SHIFTS: dict[str, dict[str, Augment]] = {
+    "imagenet": {"prior shift": PRIOR_SHIFT, "domain shift": ttnorm.domain_shift},
+    # what leaves pixels where they are, as masks do
+    "camvid": {
+        "prior shift": PRIOR_SHIFT,
+        "jitter and blur": partial(ttnorm.domain_shift, parts=("jitter", "blur")),
+    },
+}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"lr": 1e-3, "lambda_": 1.0},
+    {"lr": 1e-3, "lambda_": 0.1},
+    {"lr": 4e-3, "lambda_": 1.0},
+)
+BATCH_SIZES = {"imagenet": (64, 16, 4, 2, 1), "camvid": (8, 4, 2)}
+AT_ONCE = {"imagenet": 256, "camvid": 16}
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    bench = _bench(args)
+    source, model = bench.source("default"), bench.model
+    every = Images(*(t[: args.images] for t in source.train))
+    images, labels = (t[1::2] for t in every)
+    batch_size = min(source.batch_size, len(labels))
+    loader = DeviceLoader(every.images[::2], every.labels[::2], batch_size)
+    domains = simulated(images.float() / 255)
+    if args.data == "camvid":
+        del domains["shrunk"]  # its masks would have to be as well
+    classes = classes_of(model, (images.shape[-2], images.shape[-1]))
+    found = partial(_wrong, labels=labels, classes=classes, data=args.data)
+    ttnorm.convert_(model, 0.0)
+    plain = {name: found(model, x) for name, x in domains.items()}
+    ttnorm.revert_(model)
+    print("source:", plain, flush=True)
+    records = []
+    for name, shift in SHIFTS[args.data].items():
+        for options in OPTIONS:
+            config = ttnorm.PostTrainConfig(epochs=args.epochs or source.epochs, **options)
+            ttnorm.post_train_(model, loader, config, augment=shift)
+            errors = {domain: found(model, x) for domain, x in domains.items()}
+            ttnorm.revert_(model)
+            mean = [error for by_size in errors.values() for error in by_size.values()]
+            records.append(
+                {
+                    "choice": "alpha, shift and options",
+                    "value": name,
+                    **options,
+                    "network": bench.subject.name,
+                    "epochs": config.epochs,
+                    "images": len(labels),
+                    "source's error": plain,
+                    "error by batch size": errors,
+                    "mean error": sum(mean) / len(mean),
+                    "device": measure.device_name(args.device),
+                }
+            )
+            print(records[-1], flush=True)
+    measure.keep(f"alpha_shift.{bench.subject.name}", records)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", choices=tuple(SHIFTS))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--network", required=True, help="NAME=FILE, or a checkpoint for camvid")
+    parser.add_argument("--images", type=int, help="of the source; all of them if not given")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--work", type=Path, default=Path("work"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    return parser
+
+
+def _bench(args: argparse.Namespace) -> ImageNetBench | CamvidBench:
+    setup = Setup(work=args.work, alphas=args.work, device=args.device, scale=FULL)
+    if args.data == "camvid":
+        return CamvidBench(Path(args.network), args.folder, setup)
+    name, _, file = args.network.partition("=")
+    return ImageNetBench(name, Path(file) if file else None, args.folder, setup)
+
+
+@torch.no_grad()
+def _wrong(
+    model: nn.Module, images: Tensor, *, labels: Tensor, classes: int, data: str
+) -> dict[int, float]:
+    """Percent wrong at every batch size."""
+    errors = {}
+    for size in BATCH_SIZES[data]:
+        with ttnorm.isolated(model, size):
+            found = torch.cat([model(x).argmax(1) for x in images.split(AT_ONCE[data])])
+        result = score(found, labels, classes)
+        right = result["miou"] if "miou" in result else 1 - result["wrong"] / len(labels)
+        errors[size] = 100 * (1 - right)
+    return errors
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Tables for a terminal, Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import TYPE_CHECKING
+
+from .tables import Cell, Table
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+
+def to_rich(table: Table) -> RichTable:
+    """For a terminal: our error, and the paper's in grey."""
+    from rich.table import Table as RichTable
+
+    out = RichTable("", *table.columns, title=table.title, caption=table.note)
+    for column in out.columns[1:]:
+        column.justify = "right"
+    best = _best(table)
+    for name, cells in table.rows:
+        texts = []
+        for index, cell in enumerate(cells):
+            text = _ours(cell)
+            text = f"[bold]{text}[/bold]" if cell.ours is not None and cell is best[index] else text
+            texts.append(text + ("" if cell.paper is None else f" [dim]{cell.paper:.2f}[/dim]"))
+        out.add_row(name, *texts)
+    return out
+
+
+def to_markdown(table: Table) -> str:
+    """For a document: our error, the best of a column in bold, the paper's and the difference in
+    brackets."""
+    best = _best(table)
+    lines = [
+        "| | " + " | ".join(table.columns) + " |",
+        "|---" * (len(table.columns) + 1) + "|",
+    ]
+    for name, cells in table.rows:
+        texts = []
+        for index, cell in enumerate(cells):
+            text = _ours(cell)
+            text = f"**{text}**" if cell.ours is not None and cell is best[index] else text
+            texts.append(text + _beside(cell))
+        lines.append(f"| {name} | " + " | ".join(texts) + " |")
+    return "\n".join([*lines, "", table.note, ""])
+
+
+def to_latex(table: Table) -> str:
+    """For a paper: booktabs, our errors only, the best of a column in bold."""
+    best = _best(table)
+    lines = [
+        f"% {table.title}. {table.note}",
+        rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
+        r"\toprule",
+        " & ".join(["Method", *table.columns]) + r" \\",
+        r"\midrule",
+    ]
+    for name, cells in table.rows:
+        texts = [_ours(cell, r"$\pm$") for cell in cells]
+        for index, cell in enumerate(cells):
+            if cell.ours is not None and cell is best[index]:
+                texts[index] = rf"\textbf{{{texts[index]}}}"
+        lines.append(
+            " & ".join([name.replace("α", r"$\alpha$").replace("λ", r"$\lambda$"), *texts]) + r" \\"
+        )
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def to_csv(table: Table) -> str:
+    """For a spreadsheet: every column thrice: ours, the deviation over seeds, the paper's."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    kinds = ("", " deviation", " paper")
+    writer.writerow(["row", *(column + kind for column in table.columns for kind in kinds)])
+    for name, cells in table.rows:
+        values = [value for cell in cells for value in cell]
+        writer.writerow([name, *("" if v is None else f"{v:.4f}" for v in values)])
+    return out.getvalue()
+
+
+def _best(table: Table) -> list[Cell]:
+    """The lowest cell of every column, or the highest."""
+    sign = -1 if table.higher else 1
+    return [
+        min(
+            (cells[index] for _, cells in table.rows),
+            key=lambda cell: float("inf") if cell.ours is None else sign * cell.ours,
+        )
+        for index in range(len(table.columns))
+    ]
+
+
+def _ours(cell: Cell, plus_minus: str = "±") -> str:
+    if cell.ours is None:
+        return "–"
+    if cell.deviation is None:
+        return f"{cell.ours:.2f}"
+    return f"{cell.ours:.2f} {plus_minus} {cell.deviation:.2f}"
+
+
+def _beside(cell: Cell) -> str:
+    """The paper's error, and by how many points ours is higher."""
+    if cell.paper is None:
+        return ""
+    if cell.ours is None:
+        return f" ({cell.paper:.2f})"
+    return f" ({cell.paper:.2f}, {cell.ours - cell.paper:+.2f})"
