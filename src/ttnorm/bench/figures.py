@@ -56,15 +56,20 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
     # Batch statistics fall to chance at B = 1, and what adapts over them; the view stays where the
     # others differ.
     if plain and not table.higher:
-        ceiling = 1.6 * max(plain)
+        ceiling = min(1.6 * max(plain), 101.0)
         lowest = min(c.ours for _, cells in table.rows for c in cells[:-1] if c.ours is not None)
         axes.set_ylim(lowest * 0.9, ceiling)
         _mark_what_is_above(axes, ceiling)
     axes.set_xlabel("images in a test batch")
     axes.set_ylabel(score_name(records))
-    axes.set_title(f"{dataset}, {scenario}", loc="left")
+    axes.set_title(f"{_what(records, dataset)}, {scenario}", loc="left")
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return figure
+
+
+def _what(records: Sequence[Record], dataset: str) -> str:
+    """The data set and the network."""
+    return ", ".join([dataset, *sorted({r["model"]["name"] for r in records})])
 
 
 def _method_and_norm(row: str) -> tuple[str, str]:
@@ -96,8 +101,8 @@ def error_by_domain(
         axes.bar(places, heights, width, label=name, color=_COLOURS.get(name))
     axes.set_xticks(range(len(table.columns)), table.columns, rotation=40, ha="right", fontsize=8)
     axes.set_ylabel(score_name(chosen))
-    axes.set_title(f"{dataset}, {scenario}, B = {batch_size}", loc="left")
-    axes.legend(frameon=False, fontsize=8, ncols=len(table.rows))
+    axes.set_title(f"{_what(chosen, dataset)}, {scenario}, B = {batch_size}", loc="left")
+    figure.legend(frameon=False, fontsize=8, ncols=len(table.rows), loc="outside upper right")
     return figure
 
 
