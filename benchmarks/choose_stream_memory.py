@@ -18,9 +18,9 @@ from source_data import held_out
 from torch import nn
 
 import ttnorm
-from ttnorm.memory import MEMORIES
 from ttnorm.models import zoo
 from ttnorm.stream import attach_
+from ttnorm.stream_config import MEMORIES
 
 OTHERS = {"reservoir": Reservoir, "long and short": LongAndShort}
 

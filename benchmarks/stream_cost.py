@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import ttnorm
-from ttnorm.memory import MEMORIES
 from ttnorm.models import zoo
 from ttnorm.routes import EVERY
+from ttnorm.stream_config import MEMORIES
 
 WARM_UP = 600  # frames: more than any memory looks back
 FRAMES = EVERY  # one after another in a call: a routed memory looks for domains after so many

@@ -7,7 +7,6 @@ from .export import to_exported_program, to_onnx
 from .fold import fold_
 from .fuse import fuse
 from .layers import TTNorm1d, TTNorm2d, TTNorm3d
-from .memory import StreamConfig
 from .posttrain import PostTrainConfig, PostTrainResult, optimise_alpha, post_train_
 from .prior import estimate_prior
 from .stream import (
@@ -19,6 +18,7 @@ from .stream import (
     stream_state,
     streams,
 )
+from .stream_config import StreamConfig
 from .surgery import alphas, convert_, end_stream_, isolated, revert_
 from .version import __version__
 

@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -185,6 +185,52 @@ def backward(
     return grad_x, grad_weight, grad_bias, grad_alpha
 
 
+@_on_its_device
+def mix_frames(
+    frame_mean: Tensor,
+    frame_var: Tensor,
+    group: Tensor,
+    counts: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    trust: Tensor,
+    source_mean: Tensor,
+    unit: Tensor,
+    *,
+    farthest: float,
+    cross_term: bool,
+) -> tuple[Tensor, Tensor]:
+    """What every frame of a batch is normalised with, (N, C), where groups of frames share moments.
+
+    As `pooling.in_units` and `cell_moments` of the frames, mixed in with `trust`.
+
+    Args:
+        frame_mean, frame_var: moments of every frame, (N, C).
+        group: of every frame, (N,).
+        counts: 1, or 0 for a frame that does not count, (N,).
+        mean, var, trust: of every group, (groups, C); rows may be apart.
+        source_mean, unit: of the source: its mean and standard deviation, (C,).
+        farthest: units away from the source that a frame's moments count as, at most.
+    """
+    samples, channels = frame_mean.shape
+    out = torch.empty_like(frame_mean), torch.empty_like(frame_var)
+    mean, var, trust = _with_common_stride(mean, var, trust)
+    block = min(128, 1 << (channels - 1).bit_length())
+    _stream_code().mix_frames[samples * -(-channels // block),](
+        frame_mean, frame_var, group, counts, mean, var, trust,
+        source_mean, unit, *out, samples, channels, mean.stride(0),
+        FARTHEST=farthest, CROSS_TERM=cross_term, BLOCK_C=block, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _with_common_stride(*rows: Tensor) -> Sequence[Tensor]:
+    """Rows that lie apart in the same way, with their values side by side."""
+    if len({t.stride(0) for t in rows}) == 1 and all(t.stride(1) == 1 for t in rows):
+        return rows
+    return [t.contiguous() for t in rows]
+
+
 def _gradients_of_slabs(
     grad: Tensor,
     x: Tensor,
@@ -308,3 +354,9 @@ def _backward_code() -> Any:
     from . import triton_backward
 
     return triton_backward
+
+
+def _stream_code() -> Any:
+    from . import triton_stream
+
+    return triton_stream

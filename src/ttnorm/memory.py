@@ -8,7 +8,7 @@ comes out is BatchNorm in eval mode.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from . import kernels
 from .classes import Classes, spread_of, without_class
 from .functional import batch_moments, mix_moments, normalise
 from .native import moment_dtype
 from .pooling import (
+    FARTHEST,
     Moments,
     average,
     cell_moments,
@@ -31,52 +33,16 @@ from .pooling import (
 from .routes import Routes
 from .routing import Content
 from .shallow import describe_frames
+from .stream_config import StreamConfig
+from .stream_rows import State, StreamRows
 from .surgery import CLASSES, CONTENT, ttn_layers, unwrap
 
 NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in its own statistics
 BEGINNING = 0.25  # of the window: how long a batch has a say beside a balanced memory
-MEMORIES = ("pool", "balanced", "corrected", "routed")
-Id = Hashable
 Places = tuple[Tensor, Tensor]  # rows and slots of the state
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamConfig:
-    """How streams are remembered.
-
-    Args:
-        window: frames that are remembered, roughly: their weight falls exponentially.
-        memory: "pool" remembers all frames alike, for networks that predict no class. The others
-            see to it that a run of one class does not take over: "corrected" remembers frames as if
-            they were of no class, which takes an alpha file that knows what classes do to
-            statistics; "balanced" remembers frames by predicted class and counts all classes
-            alike. "routed" is "corrected" for each of the domains that alternate or mix in a
-            stream, which it tells apart by what enters the first layers.
-        source: frames that the source counts for at the beginning.
-        buckets: that a balanced memory has for classes, at most: class c is in bucket c modulo
-            their number.
-        slots: domains that a routed memory holds, at most.
-        max_streams: that are remembered at once; the one unused for longest is forgotten first.
-    """
-
-    window: float = 200
-    memory: str = "balanced"
-    source: float = 4.0
-    buckets: int = 10
-    slots: int = 8
-    max_streams: int = 64
-
-    def __post_init__(self) -> None:
-        if self.memory not in MEMORIES:
-            raise ValueError(f"memory is {self.memory!r}, expected {' or '.join(MEMORIES)}.")
-        for name in ("window", "buckets", "slots", "max_streams"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1.")
-        if not self.source > 0:
-            raise ValueError(f"source is {self.source}, expected a positive number.")
-
-
-class Stream:
+class Stream(StreamRows):
     """What a network remembers of its streams; hooks of the network call it at every forward.
 
     Args:
@@ -85,7 +51,7 @@ class Stream:
     """
 
     def __init__(self, model: nn.Module, config: StreamConfig) -> None:
-        self.config, self.layers = config, list(ttn_layers(model).values())
+        self.layers = list(ttn_layers(model).values())
         self.sizes = [layer.running_mean.numel() for layer in self.layers]
         self.dtype = moment_dtype(self.layers[0].running_mean)
         self.source_mean = self._flat([layer.running_mean for layer in self.layers])
@@ -102,32 +68,9 @@ class Stream:
         if config.memory == "routed":
             self.routes = Routes(_content_on(model, self.source_mean), config.slots)
         self.slots = 1 if self.routes is None else self.routes.slots
-        self.rows: dict[Id, int] = {}  # of streams, in the order of their last use
-        self.state = self._blank(1)
         self.frames: Frames | None = None  # of the forward in progress
         self.hooks: list[RemovableHandle] = []
-        self.select([None])
-
-    def select(self, ids: Sequence[Id]) -> None:
-        """Whose the samples to come are: one id for each, or one for all."""
-        together = list(dict.fromkeys(ids))
-        if len(together) > self.config.max_streams:
-            raise ValueError(
-                f"{len(together)} streams in one batch, expected at most "
-                f"{self.config.max_streams}: stream_(model, max_streams=...)."
-            )
-        for one in together:
-            row = self.rows.pop(one, None)
-            self.rows[one] = self._new_row(together) if row is None else row
-        device = self.source_mean.device
-        self.ids = list(ids)
-        self.active = torch.tensor([self.rows[one] for one in together], device=device)
-        self.group = torch.tensor([together.index(one) for one in ids], device=device)
-
-    def make_room(self, streams: int) -> None:
-        """For so many at least."""
-        most = max(streams, self.config.max_streams)
-        self.config = dataclasses.replace(self.config, max_streams=most)
+        super().__init__(config)
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward: what its layers will mix in."""
@@ -218,20 +161,43 @@ class Stream:
                 f"A layer sees {len(x)} samples in a batch of {len(now.group)}: whose they are "
                 "cannot be told. A network that folds anything into the batch has no streams."
             )
-        mean, var, trust, source_mean, unit = now.per_layer[index]
         with torch.no_grad():
             frames = batch_moments(x.detach(), 1)
-            now.moments[index] = frames  # of its last use, where a layer has several
-            if now.mixing:
+        now.moments[index] = frames  # of its last use, where a layer has several
+        mean, var, trust, source_mean, unit = now.per_layer[index]
+        if kernels.usable(x) and not (trust.requires_grad or torch.compiler.is_compiling()):
+            return self._on_gpu(now, index, x)
+        if now.mixing:
+            with torch.no_grad():
                 frames = in_units(*frames, source_mean, unit)
                 batch = cell_moments(now.share, now.group, *frames)
                 batch = (torch.addcmul(source_mean, batch[0], unit), batch[1] * unit.square())
-        if now.mixing:
             mean, var = mix_moments(trust, mean, var, *batch, cross_term=self.cross_term)
         if len(mean) == 1:
             return normalise(x, mean[0], var[0], layer.weight, layer.bias, layer.eps)
         rows = (mean[now.group], var[now.group])
         return normalise(x, *rows, layer.weight, layer.bias, layer.eps, 1)
+
+    def _on_gpu(self, now: Frames, index: int, x: Tensor) -> Tensor:
+        """The same in three kernels: a layer has many small operations, and few frames a step."""
+        layer = self.layers[index]
+        rows = kernels.mix_frames(
+            *now.moments[index],
+            now.group,
+            now.counts,
+            *now.per_layer[index],
+            farthest=FARTHEST,
+            cross_term=self.cross_term,
+        )
+        adapted = [t for t in (x, layer.weight, layer.bias) if t is not None and t.requires_grad]
+        if torch.is_grad_enabled() and adapted:
+            return normalise(x, *rows, layer.weight, layer.bias, layer.eps, 1)
+        _, _, _, source_mean, unit = now.per_layer[index]
+        ones = torch.ones_like(unit)  # nothing of the source is to be mixed in again
+        statistics = (ones, source_mean, unit)
+        return kernels.forward(
+            x, layer.weight, layer.bias, *statistics, layer.eps, 1, False, given=rows
+        )[0]
 
     @torch.no_grad()
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -319,72 +285,18 @@ class Stream:
             self.routes.to(device)
         self.state = {name: t.to(device) for name, t in self.state.items()}
 
-    def reset(self, ids: Sequence[Id] | None = None) -> None:
-        """All streams, or those of these ids, as if they had never been."""
-        ids = list(self.rows) if ids is None else ids
-        unknown = [one for one in ids if one not in self.rows]
-        if unknown:
-            raise ValueError(f"There is no stream {unknown[0]!r}; there are {list(self.rows)}.")
-        for one in ids:
-            self._clear(self.rows[one])
-            if one not in self.ids:
-                del self.rows[one]
-
-    def stream_state(self) -> dict[str, Any]:
-        """All that the next forward depends on: a row of every tensor for each id."""
-        rows = list(self.rows.values())
-        return {"ids": list(self.rows)} | {name: t[rows].clone() for name, t in self.state.items()}
-
     def load_stream_state(self, state: Mapping[str, Any]) -> None:
-        expected = {"ids", *self.state}
-        if set(state) != expected:
-            raise ValueError(
-                f"The state has {', '.join(sorted(state))}; expected {', '.join(sorted(expected))}."
-            )
-        ids, cells = list(state["ids"]), self.cells
-        if len(ids) > self.config.max_streams:
-            raise ValueError(
-                f"The state has {len(ids)} streams, expected at most {self.config.max_streams}: "
-                "stream_(model, max_streams=...)."
-            )
-        if 1 <= state["count"].shape[-1] // self.slots < self.cells:
+        cells = self.cells
+        if "count" in state and 1 <= state["count"].shape[-1] // self.slots < cells:
             # the network has fewer classes than buckets
             self.cells = state["count"].shape[-1] // self.slots
-        for name, tensor in self._blank(1).items():
-            wanted = (len(ids), *tensor.shape[1:])
-            if state[name].shape != wanted:
-                self.cells = cells
-                raise ValueError(
-                    f"{name} of the state has shape {tuple(state[name].shape)}, expected {wanted}. "
-                    "Was it saved with another network, or another StreamConfig?"
-                )
-        self.rows = {one: row for row, one in enumerate(ids)}
-        blank = self._blank(max(0, 1 - len(ids)))
-        self.state = {
-            name: torch.cat((state[name].to(t), blank[name])) for name, t in self.state.items()
-        }
-        self.select(self.ids)
+        try:
+            super().load_stream_state(state)
+        except ValueError:
+            self.cells = cells
+            raise
 
-    def _new_row(self, keep: Sequence[Id]) -> int:
-        """A row for one more stream; where there is no room, the one unused for longest goes."""
-        room = len(self.state["seen"])
-        if len(self.rows) == self.config.max_streams:
-            oldest = next(one for one in self.rows if one not in keep)
-            row = self.rows.pop(oldest)
-        else:
-            if len(self.rows) == room:
-                more = self._blank(min(room, self.config.max_streams - room))
-                self.state = {name: torch.cat((t, more[name])) for name, t in self.state.items()}
-            row = min(set(range(len(self.state["seen"]))) - set(self.rows.values()))
-        self._clear(row)
-        return row
-
-    def _clear(self, row: int) -> None:
-        for name, blank in self._blank(1).items():
-            self.state[name][row] = blank[0]
-
-    def _blank(self, streams: int) -> dict[str, Tensor]:
-        """Streams that have seen nothing."""
+    def _blank(self, streams: int) -> State:
         like, cells = self.source_mean, self.slots * self.cells
         state = {
             "mean": like.new_zeros(streams, cells, len(like)),

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from .artefact import read_safetensors, write_atomically
-from .memory import Id, Stream, StreamConfig
+from .memory import Stream
 from .pooling import average
+from .stream_config import StreamConfig
+from .stream_rows import Id
 from .surgery import CONTENT, STREAM, end_stream_, unwrap
 
 FORMAT = "ttnorm-stream"

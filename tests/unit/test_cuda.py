@@ -10,12 +10,12 @@ import ttnorm
 from ttnorm import capture, functional, kernels
 from ttnorm.classes import classes_of
 from ttnorm.data.loader import DeviceLoader
-from ttnorm.memory import MEMORIES
 from ttnorm.methods.swr import swr
 from ttnorm.methods.tent import tent
 from ttnorm.methods.ttn_online import ttn_online
 from ttnorm.shallow import content_of
 from ttnorm.stream import find_domains
+from ttnorm.stream_config import MEMORIES
 from ttnorm.surgery import CLASSES, CONTENT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -3,6 +3,7 @@
 On a GPU tests/unit/test_cuda.py runs them for real; here they are small, and cut into many slabs.
 """
 
+import copy
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import ttnorm
 from ttnorm import cutting, functional, kernels, operators
 from ttnorm.fuse import NormRelu
+from ttnorm.pooling import FARTHEST, cell_moments, in_units, shares
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda.py runs them for real")
@@ -271,21 +273,22 @@ def test_every_kernel_compiles_for_a_gpu():
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ttnorm import triton_backward, triton_forward
+from ttnorm import triton_backward, triton_forward, triton_stream
 
 constants = dict(FINAL=False, AFFINE=True, CROSS_TERM=True, GIVEN=False, RESIDUAL=True,
                  RELU=True, INPUT=True, VEC=4, STAGES=3, BLOCK_K=2, BLOCK_N=4,
-                 BLOCK_S=256, BLOCK_M=32, BLOCK_C=32, BLOCK_P=64, BLOCK_R=4)
+                 BLOCK_S=256, BLOCK_M=32, BLOCK_C=32, BLOCK_P=64, BLOCK_R=4,
+                 FARTHEST=10.0)
 HELPERS = ("mix", "mix_values", "units_of_group", "unit_in_rows", "units_of_slab", "merge_lanes",
-           "moments_in_rows", "sums_in_rows", "group_gradients")
+           "moments_in_rows", "sums_in_rows", "group_gradients", "bounded")
 data = ("x_ptr", "y_ptr", "grad_ptr", "out_ptr", "residual_ptr")
-for module in (triton_forward, triton_backward):
+for module in (triton_forward, triton_backward, triton_stream):
     for name, kernel in vars(module).items():
         if not isinstance(kernel, triton.JITFunction) or name in HELPERS:
             continue
         types = {}
         for name in kernel.arg_names:
-            of_pointer = "*bf16" if name in data else "*fp32"
+            of_pointer = "*bf16" if name in data else "*i64" if name == "group_ptr" else "*fp32"
             other = "fp32" if name == "eps" else "i32"
             types[name] = of_pointer if name.endswith("_ptr") else other
             if name in constants:
@@ -299,4 +302,44 @@ for module in (triton_forward, triton_backward):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 15
+    assert len(result.stdout.splitlines()) == 16
+
+
+@pytest.mark.parametrize("cross_term", [True, False])
+def test_frames_are_mixed_as_operations_do(cross_term):
+    """Frames of three groups in any order, one of them broken, one that does not count."""
+    samples, channels, number = 7, 5, 3
+    frame_mean, frame_var = torch.randn(samples, channels), torch.rand(samples, channels)
+    frame_mean[2, 1], frame_var[2, 3], frame_mean[5, 0] = torch.nan, torch.inf, 1e9
+    group = torch.tensor([2, 0, 2, 1, 1, 0, 2])
+    counts = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0])  # nothing is left of group 1
+    # rows of a longer tensor, as those of one layer are
+    mean, var, trust = (torch.rand(number, 12)[:, 4:9] for _ in range(3))
+    trust[1], trust[:, 2] = 0, 0
+    source_mean, unit = torch.randn(channels), torch.rand(channels) + 0.5
+    found = kernels.mix_frames(
+        frame_mean, frame_var, group, counts, mean, var, trust, source_mean, unit,
+        farthest=FARTHEST, cross_term=cross_term,
+    )  # fmt: skip
+    share, _ = shares(group, counts, number)
+    batch = cell_moments(share, group, *in_units(frame_mean, frame_var, source_mean, unit))
+    batch = (source_mean + batch[0] * unit, batch[1] * unit.square())
+    expected = functional.mix_moments(trust, mean, var, *batch, cross_term=cross_term)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs[group])
+
+
+def test_a_stream_is_the_same_with_the_kernels(small_network, monkeypatch):
+    networks = [
+        ttnorm.stream_(ttnorm.convert_(copy.deepcopy(small_network), 0.4).eval(), memory="balanced")
+        for _ in range(2)
+    ]
+    torch.manual_seed(0)
+    for ids in (["a"], ["a", "b", "a"], ["b", "b", "c", "a"]):
+        x = torch.rand(len(ids), 3, 12, 12)
+        outputs = []
+        for network, usable in zip(networks, (False, True), strict=True):
+            monkeypatch.setattr(kernels, "usable", lambda x, usable=usable: usable)
+            with ttnorm.streams(network, ids), torch.no_grad():
+                outputs.append(network(x))
+        torch.testing.assert_close(*outputs)

@@ -11,11 +11,11 @@ from torch import nn
 import ttnorm
 from ttnorm import StreamConfig
 from ttnorm.classes import classes_of
-from ttnorm.memory import MEMORIES
 from ttnorm.pooling import FARTHEST
 from ttnorm.routes import EVERY, FIRST, RECENT
 from ttnorm.shallow import content_of, describe_frames
 from ttnorm.stream import stream_of
+from ttnorm.stream_config import MEMORIES
 from ttnorm.surgery import CLASSES, CONTENT
 
 

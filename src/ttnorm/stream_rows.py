@@ -1,0 +1,118 @@
+"""The states of many streams: a row of some tensors for each, by the stream's id.
+
+There is room for so many streams; the one unused for longest is forgotten first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .stream_config import StreamConfig
+
+Id = Hashable
+State = dict[str, Tensor]  # the first dimension is that of streams
+
+
+class StreamRows:
+    """Which row belongs to which stream.
+
+    Args:
+        config: see `StreamConfig`.
+    """
+
+    def __init__(self, config: StreamConfig) -> None:
+        self.config = config
+        self.rows: dict[Id, int] = {}  # of streams, in the order of their last use
+        self.state = self._blank(1)
+        self.select([None])
+
+    def _blank(self, streams: int) -> State:
+        """Streams that have seen nothing."""
+        raise NotImplementedError
+
+    def select(self, ids: Sequence[Id]) -> None:
+        """Whose the samples to come are: one id for each, or one for all."""
+        together = list(dict.fromkeys(ids))
+        if len(together) > self.config.max_streams:
+            raise ValueError(
+                f"{len(together)} streams in one batch, expected at most "
+                f"{self.config.max_streams}: stream_(model, max_streams=...)."
+            )
+        for one in together:
+            row = self.rows.pop(one, None)
+            self.rows[one] = self._new_row(together) if row is None else row
+        device = self.state["seen"].device
+        self.ids = list(ids)
+        self.active = torch.tensor([self.rows[one] for one in together], device=device)
+        self.group = torch.tensor([together.index(one) for one in ids], device=device)
+
+    def make_room(self, streams: int) -> None:
+        """For so many at least."""
+        most = max(streams, self.config.max_streams)
+        self.config = dataclasses.replace(self.config, max_streams=most)
+
+    def reset(self, ids: Sequence[Id] | None = None) -> None:
+        """All streams, or those of these ids, as if they had never been."""
+        ids = list(self.rows) if ids is None else ids
+        unknown = [one for one in ids if one not in self.rows]
+        if unknown:
+            raise ValueError(f"There is no stream {unknown[0]!r}; there are {list(self.rows)}.")
+        for one in ids:
+            self._clear(self.rows[one])
+            if one not in self.ids:
+                del self.rows[one]
+
+    def stream_state(self) -> dict[str, Any]:
+        """All that the next forward depends on: a row of every tensor for each id."""
+        rows = list(self.rows.values())
+        return {"ids": list(self.rows)} | {name: t[rows].clone() for name, t in self.state.items()}
+
+    def load_stream_state(self, state: Mapping[str, Any]) -> None:
+        """Have what `stream_state` gave, and nothing else."""
+        expected = {"ids", *self.state}
+        if set(state) != expected:
+            raise ValueError(
+                f"The state has {', '.join(sorted(state))}; expected {', '.join(sorted(expected))}."
+            )
+        ids = list(state["ids"])
+        if len(ids) > self.config.max_streams:
+            raise ValueError(
+                f"The state has {len(ids)} streams, expected at most {self.config.max_streams}: "
+                "stream_(model, max_streams=...)."
+            )
+        for name, tensor in self._blank(1).items():
+            wanted = (len(ids), *tensor.shape[1:])
+            if state[name].shape != wanted:
+                raise ValueError(
+                    f"{name} of the state has shape {tuple(state[name].shape)}, expected {wanted}. "
+                    "Was it saved with another network, or another StreamConfig?"
+                )
+        self.rows = {one: row for row, one in enumerate(ids)}
+        blank = self._blank(max(0, 1 - len(ids)))
+        self.state = {
+            name: torch.cat((state[name].to(t), blank[name])) for name, t in self.state.items()
+        }
+        self.select(self.ids)
+
+    def _new_row(self, keep: Sequence[Id]) -> int:
+        """A row for one more stream; where there is no room, the one unused for longest goes."""
+        room = len(self.state["seen"])
+        if len(self.rows) == self.config.max_streams:
+            oldest = next(one for one in self.rows if one not in keep)
+            row = self.rows.pop(oldest)
+        else:
+            if len(self.rows) == room:
+                more = self._blank(min(room, self.config.max_streams - room))
+                self.state = {name: torch.cat((t, more[name])) for name, t in self.state.items()}
+            row = min(set(range(len(self.state["seen"]))) - set(self.rows.values()))
+        self._clear(row)
+        return row
+
+    def _clear(self, row: int) -> None:
+        for name, blank in self._blank(1).items():
+            self.state[name][row] = blank[0]
