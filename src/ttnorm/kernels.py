@@ -215,9 +215,7 @@ def mix_frames(
     samples, channels = frame_mean.shape
     out = torch.empty_like(frame_mean), torch.empty_like(frame_var)
     mean, var, trust = _with_common_stride(mean, var, trust)
-    # frames that are all of one group may be one number that stands for many
-    group, counts = group.contiguous(), counts.contiguous()
-    source_mean, unit = source_mean.contiguous(), unit.contiguous()
+    group = group.contiguous()  # of frames that share one it may be one number that stands for many
     block = min(128, 1 << (channels - 1).bit_length())
     _stream_code().mix_frames[samples * -(-channels // block),](
         frame_mean, frame_var, group, counts, mean, var, trust,

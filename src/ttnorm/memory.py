@@ -57,6 +57,7 @@ class Stream(StreamRows):
         self.source_mean = self._flat([layer.running_mean for layer in self.layers])
         self.unit_var = self._flat([layer.running_var for layer in self.layers]).clamp_min(1e-12)
         self.unit = self.unit_var.sqrt()
+        self.ones = torch.ones_like(self.unit)
         self.cross_term = all(layer.cross_term for layer in self.layers)
         # parts of a memory, each with its part of the window: no more than there are classes
         self.cells = config.buckets if config.memory == "balanced" else 1
@@ -193,8 +194,8 @@ class Stream(StreamRows):
         if torch.is_grad_enabled() and adapted:
             return normalise(x, *rows, layer.weight, layer.bias, layer.eps, 1)
         _, _, _, source_mean, unit = now.per_layer[index]
-        ones = torch.ones_like(unit)  # nothing of the source is to be mixed in again
-        statistics = (ones, source_mean, unit)
+        # an alpha of 1: nothing of the source is to be mixed in again
+        statistics = (self.ones[: len(unit)], source_mean, unit)
         return kernels.forward(
             x, layer.weight, layer.bias, *statistics, layer.eps, 1, False, given=rows
         )[0]
@@ -277,7 +278,7 @@ class Stream(StreamRows):
         return torch.cat([t.to(self.dtype) for t in per_layer], -1)
 
     def to(self, device: torch.device) -> None:
-        for name in ("source_mean", "unit", "unit_var", "spread", "active", "group"):
+        for name in ("source_mean", "unit", "unit_var", "ones", "spread", "active", "group"):
             setattr(self, name, getattr(self, name).to(device))
         if self.classes is not None:
             self.classes = Classes(*(t.to(device) for t in self.classes))

@@ -6,46 +6,19 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from streaming import frames, knowing_its_source, outputs
 from torch import nn
 
 import ttnorm
 from ttnorm import StreamConfig
-from ttnorm.classes import classes_of
 from ttnorm.pooling import FARTHEST
-from ttnorm.routes import EVERY, FIRST, RECENT
-from ttnorm.shallow import content_of, describe_frames
 from ttnorm.stream import stream_of
 from ttnorm.stream_config import MEMORIES
-from ttnorm.surgery import CLASSES, CONTENT
 
 
 @pytest.fixture
 def network(small_network):
-    alphas = {
-        name: torch.rand(layer.num_features)
-        for name, layer in small_network.named_modules()
-        if isinstance(layer, nn.BatchNorm2d)
-    }
-    model = ttnorm.convert_(small_network, alphas)
-    loader = [(frames(200), torch.arange(200) % 4)]
-    model.__dict__[CONTENT] = content_of(model, loader)
-    model.__dict__[CLASSES] = classes_of(model, loader)
-    return model
-
-
-def frames(count, low=0.2, high=0.7):
-    return low + (high - low) * torch.rand(count, 3, 12, 12)
-
-
-def outputs(model, x, batch_size, ids=None):
-    """The stream x in batches, one after another."""
-    if ids is None:
-        return torch.cat([model(part) for part in x.split(batch_size)])
-    parts = []
-    for begin in range(0, len(x), batch_size):
-        with ttnorm.streams(model, ids[begin : begin + batch_size]):
-            parts.append(model(x[begin : begin + batch_size]))
-    return torch.cat(parts)
+    return knowing_its_source(small_network)
 
 
 class WrittenOut:
@@ -153,72 +126,6 @@ def test_streams_end_with_their_context(network):
     assert {one: h.frames for one, h in ttnorm.health(network).items()} == {"x": 3, None: 6}
 
 
-class TestBalanced:
-    def test_a_class_that_was_not_seen_counts_as_the_source(self, network):
-        network[8].weight.data.zero_()
-        network[8].bias.data = torch.tensor([0.0, 1.0, 0.0, 0.0])  # all is class 1
-        ttnorm.stream_(network, memory="balanced")
-        outputs(network, frames(100, 0.8, 1.0), 1)
-        stream = stream_of(network)
-        unseen = [0, 2, 3]
-        assert (stream.state["mean"][0, unseen] == 0).all()
-        assert (stream.state["var"][0, unseen] == 1).all()
-        assert (stream.state["mean"][0, 1].abs() > 0.1).any()
-        assert stream.state["count"][0, unseen].tolist() == [stream.config.source / 4] * 3
-
-    def test_a_run_of_one_class_moves_the_statistics_less_than_a_pool_s(self, network):
-        """With four classes in turn both see the same; in a run, one fourth is the run's."""
-        network[8].weight.data.zero_()
-        network[8].bias.data = torch.tensor([0.0, 1.0, 0.0, 0.0])
-        run = frames(300, 0.9, 1.0)
-        shifts = {}
-        for memory in ("pool", "balanced"):
-            ttnorm.stream_(network, memory=memory, buckets=4)
-            outputs(network, run, 1)
-            shifts[memory] = ttnorm.health(network)[None].shift
-        assert shifts["balanced"] < 0.5 * shifts["pool"]
-
-    def test_more_classes_than_buckets_share_them(self, network):
-        ttnorm.stream_(network, memory="balanced", buckets=2)
-        outputs(network, frames(20), 4)
-        assert stream_of(network).state["mean"].shape[1] == 2
-        assert ttnorm.health(network)[None].frames == 20
-
-    def test_needs_predictions(self):
-        model = ttnorm.convert_(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), 0.5)
-        ttnorm.stream_(model, memory="balanced")
-        with pytest.raises(ValueError, match="memory='pool'"):
-            model(frames(2))
-
-
-class TestCorrected:
-    def test_a_run_of_one_class_is_remembered_as_all_classes_would_be(self, network):
-        network[8].weight.data.zero_()
-        network[8].bias.data = torch.tensor([0.0, 50.0, 0.0, 0.0])  # all is class 1, the bright one
-        labels = torch.arange(400) % 4
-        every = torch.where((labels == 1)[:, None, None, None], frames(400, 0.5), frames(400))
-        network.__dict__[CLASSES] = classes_of(network, [(every, labels)])
-
-        def remembered(memory, x):
-            ttnorm.stream_(network, memory=memory)
-            outputs(network, x, 1)
-            return stream_of(network)._recall(None)[0]
-
-        run = frames(400, 0.5)
-        expected = remembered("pool", every)
-        poisoned = remembered("pool", run) - expected
-        assert (remembered("corrected", run) - expected).norm() < 0.3 * poisoned.norm()
-
-    def test_needs_to_know_its_classes(self, network):
-        ttnorm.stream_(network, memory="corrected")
-        network[8] = nn.Linear(8, 5)
-        with pytest.raises(ValueError, match=r"\(2, 5\), expected \(N, 4\)"):
-            network(frames(2))
-        del network.__dict__[CLASSES]
-        with pytest.raises(ValueError, match="not known what classes do"):
-            ttnorm.stream_(network, memory="corrected")
-
-
 BAD = {
     "NaN": lambda x: x.fill_(torch.nan),
     "one NaN": lambda x: x[0, 0].fill_(torch.nan),
@@ -226,85 +133,6 @@ BAD = {
     "black": lambda x: x.zero_(),
     "saturated": lambda x: x.fill_(1.0),
 }
-
-
-class TestRouted:
-    def test_is_the_default_where_it_can_be(self, network):
-        assert stream_of(ttnorm.stream_(network)).config.memory == "routed"
-        bare = ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3)), 0.1)
-        assert stream_of(ttnorm.stream_(bare)).config.memory == "balanced"
-
-    def test_domains_that_alternate_are_told_apart(self, network):
-        """As if each had a stream of its own, once there were a few frames of both."""
-        ttnorm.stream_(network, memory="routed", window=40)
-        dark, light = frames(80, 0.0, 0.2), frames(80, 0.5, 1.0)
-        x = torch.stack((dark, light), 1).flatten(0, 1)
-        routed = outputs(network, x, 1)
-        assert ttnorm.health(network)[None].domains == 2
-        ttnorm.stream_(network, memory="corrected", window=40)
-        one = outputs(network, x, 1)
-        ttnorm.reset_stream_(network)
-        oracle = outputs(network, x, 1, ["dark", "light"] * 80)
-        late = slice(4 * FIRST, None)
-        assert (routed - oracle)[late].norm() < 0.3 * (one - oracle)[late].norm()
-
-    def test_a_stream_of_one_domain_has_one(self, network):
-        ttnorm.stream_(network, memory="routed")
-        x = frames(160)
-        routed = outputs(network, x, 4)
-        assert ttnorm.health(network)[None].domains == 1
-        ttnorm.stream_(network, memory="corrected")
-        torch.testing.assert_close(routed, outputs(network, x, 4), atol=2e-2, rtol=0)
-
-    def test_a_frame_of_no_domain_is_in_no_memory(self, network):
-        ttnorm.stream_(network, memory="routed")
-        outputs(network, frames(5 * EVERY), 4)
-        before = stream_of(network).state["mean"].clone()
-        network(frames(1, -50.0, 50.0))
-        assert torch.equal(stream_of(network).state["mean"], before)
-        assert ttnorm.health(network)[None].frames == 5 * EVERY + 1
-
-    def test_a_domain_that_does_not_come_any_more_is_forgotten(self, network):
-        ttnorm.stream_(network, memory="routed")
-        outputs(network, torch.cat((frames(64, 0.0, 0.2), frames(64, 0.5, 1.0))), 8)
-        assert ttnorm.health(network)[None].domains == 2
-        outputs(network, frames(RECENT, 0.5, 1.0), 32)
-        assert ttnorm.health(network)[None].domains == 1
-
-    def test_needs_to_know_how_source_images_vary(self, small_network, tmp_path):
-        model = ttnorm.convert_(small_network, 0.3)
-        with pytest.raises(ValueError, match="not known how source images vary"):
-            ttnorm.stream_(model, memory="routed")
-        loader = [(frames(16), torch.randint(4, (16,)))]
-        ttnorm.post_train_(model, loader, ttnorm.PostTrainConfig(epochs=0))
-        ttnorm.save(model, tmp_path / "alpha")
-        other = ttnorm.load_(ttnorm.revert_(copy.deepcopy(model)), tmp_path / "alpha")
-        ttnorm.stream_(other, memory="routed")
-        assert other(frames(3)).shape == (3, 4)
-
-    @pytest.mark.parametrize(("depth", "numbers"), [(1, 12), (2, 28)])
-    def test_looks_as_deep_as_content_was_measured(self, network, depth, numbers):
-        x = frames(200)
-        network.__dict__[CONTENT] = content_of(network, [(x, torch.zeros(200))], depth=depth)
-        ttnorm.stream_(network, memory="routed")
-        passed = []
-        deeper = network[3].register_forward_hook(lambda *_: passed.append(1))
-        network(x[:4])
-        deeper.remove()
-        # the forward itself comes to the second convolution, and a shallow pass of two norms
-        assert len(passed) == depth
-        described = stream_of(network).state["frames"][0, :4]
-        mean, whitening = network.__dict__[CONTENT]
-        assert described.shape == (4, numbers)
-        raw = describe_frames(
-            stream_of(network).layers, lambda: network.forward(x[:4]), depth=depth
-        )
-        torch.testing.assert_close(described, (raw - mean) @ whitening.T)
-
-    def test_cannot_be_exported(self, network):
-        ttnorm.stream_(network, memory="routed")
-        with pytest.raises(ValueError, match="memory='corrected'"):
-            ttnorm.export.to_exported_program(network, frames(2))
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
