@@ -7,6 +7,7 @@ from argparse import Namespace
 
 import torch
 import torch.nn.functional as F
+from kornia.filters import gaussian_blur2d
 from torch import Tensor
 
 from ttnorm.data.cifar import load_cifar
@@ -37,4 +38,18 @@ def simulated(x: Tensor) -> dict[str, Tensor]:
         "posterized": (3 * x).round() / 3,
         "shrunk": small,
         "dark": x.mean(1, keepdim=True).expand_as(x) ** 2.5,
+    }
+
+
+def for_validation(x: Tensor) -> dict[str, Tensor]:
+    """Speckled, blurred and saturated: what ImageNet-C's authors set aside for choosing, and is not
+    among the 15 corruptions that are scored."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    noise = torch.randn(x.shape, generator=generator, device=x.device)
+    width = x.shape[-1] / 40  # 6 pixels in 224
+    grey = x.mean(1, keepdim=True)
+    return {
+        "speckled": (x + 0.6 * x * noise).clamp(0, 1),
+        "blurred": gaussian_blur2d(x, 2 * int(3 * width) + 1, (width, width)),
+        "saturated": (grey + 4 * (x - grey)).clamp(0, 1),
     }

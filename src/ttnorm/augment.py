@@ -26,6 +26,7 @@ Per = Literal["batch", "image"]
 
 PRIOR_PARTS = ("jitter", "grayscale", "invert")
 DOMAIN_PARTS = ("jitter", "affine", "blur", "flip")
+INVERT = 0.1  # the probability of that: benchmarks/choose_prior_shift.py
 
 
 class Drawn:
@@ -47,7 +48,7 @@ def prior_shift(
     images: Tensor,
     generator: Generator | Drawn | None = None,
     *,
-    invert: float = 0.1,
+    invert: float = INVERT,
     parts: Sequence[str] = PRIOR_PARTS,
     per: Per = "image",
     check: bool = True,
@@ -71,17 +72,11 @@ def prior_shift(
         >>> prior_shift(images, torch.Generator().manual_seed(0)).shape
         torch.Size([4, 3, 32, 32])
     """
-    # Here and below, imported on use: kornia takes seconds to import, and production has no need.
-    from kornia.color import rgb_to_grayscale
-
     _check_parts(parts, (*PRIOR_PARTS, "blur", "flip"))
     draw = _Draw(_checked(images, "prior_shift", check), generator, per)
     if "jitter" in parts:
         images = _jitter(images, draw, (0.6, 1.4), (0.6, 1.4), (0.6, 1.4), 0.1)
-    if "grayscale" in parts and images.shape[1] == 3:
-        images = torch.where(draw.chance(0.2), rgb_to_grayscale(images), images)
-    if "invert" in parts:
-        images = torch.where(draw.chance(invert), 1 - images, images)
+    images = _grayscale_and_invert(images, draw, parts, invert)
     if "blur" in parts:
         images = _blur(images, draw.uniform(0.001, 0.5))
     return _flip(images, generator) if "flip" in parts else images
@@ -105,7 +100,8 @@ def domain_shift(
     Args:
         images: (N, C, H, W) in [0, 1].
         generator: source of randomness; None is torch's global one.
-        parts: of "jitter", "affine", "blur" and "flip", those to do.
+        parts: of "jitter", "affine", "blur" and "flip", those to do; "grayscale" and "invert", as
+            in `prior_shift`, come after the jitter where they are asked for.
         per: a test batch is one domain, so by default the batch draws one shift.
         check: see `prior_shift`.
 
@@ -114,11 +110,12 @@ def domain_shift(
         >>> domain_shift(images, torch.Generator().manual_seed(0)).shape
         torch.Size([4, 3, 32, 32])
     """
-    _check_parts(parts, DOMAIN_PARTS)
+    _check_parts(parts, (*DOMAIN_PARTS, *PRIOR_PARTS[1:]))
     draw = _Draw(_checked(images, "domain_shift", check), generator, per)
     if "jitter" in parts:
         images = _jitter(images, draw, (0.6, 1.4), (0.7, 1.3), (0.5, 1.5), 0.06)
         images = images.pow(draw.uniform(0.7, 1.3)[:, None, None, None])
+    images = _grayscale_and_invert(images, draw, parts, INVERT)
     if "affine" in parts:
         images = _affine(images, draw)
     if "blur" in parts:
@@ -126,6 +123,19 @@ def domain_shift(
     if "flip" in parts:
         images = _flip(images, generator)
     return images.clamp(0, 1)
+
+
+def _grayscale_and_invert(
+    images: Tensor, draw: _Draw, parts: Sequence[str], invert: float
+) -> Tensor:
+    # Here and below, imported on use: kornia takes seconds to import, and production has no need.
+    from kornia.color import rgb_to_grayscale
+
+    if "grayscale" in parts and images.shape[1] == 3:
+        images = torch.where(draw.chance(0.2), rgb_to_grayscale(images), images)
+    if "invert" in parts:
+        images = torch.where(draw.chance(invert), 1 - images, images)
+    return images
 
 
 def _affine(images: Tensor, draw: _Draw) -> Tensor:

@@ -2,7 +2,9 @@
 
 The moments of a frame tell of its domain and of what it shows. What its class does to them is known
 from the source, and can be taken off: then a run of one class moves a memory no further than any
-other frames of its domain. Moments are in units of the source, T channels of all layers in a row;
+other frames of its domain. What is taken off is what a class does beyond the classes that are usual
+in the stream: under a shift a network predicts some classes too often, and what these would do to
+moments is not there. Moments are in units of the source, T channels of all layers in a row;
 K classes are told by R directions, for many are much alike.
 """
 
@@ -23,6 +25,8 @@ from .surgery import borrowed, device_of
 SAMPLES = 8192  # source images that are looked at
 RANK = 32  # directions that classes differ in
 SMALLEST = 1e-4  # variance, for its logarithm
+USUAL = 5000.0  # frames of a stream whose mean prediction is what is usual in it
+ALIKE = 1000.0  # frames of all classes alike that it starts with
 
 
 class Classes(NamedTuple):
@@ -79,13 +83,8 @@ def measure_classes(sums: Sums) -> Classes:
     return Classes(codes.float().contiguous(), directions[:RANK].float().contiguous())
 
 
-def without_class(moments: Moments, output: Tensor, classes: Classes) -> Moments:
-    """Moments of frames, (N, T), as if they were of no class, by what is predicted of it.
-
-    Args:
-        output: of the network, (N, K).
-    """
-    mean, var = moments
+def predicted(output: Tensor, classes: Classes) -> Tensor:
+    """The chance that a frame is of each class, (N, K), by what the network gave."""
     if output.dim() != 2 or output.shape[1] != len(classes.codes):
         raise ValueError(
             f"Predictions of shape {tuple(output.shape)}, expected (N, {len(classes.codes)}): so "
@@ -93,8 +92,22 @@ def without_class(moments: Moments, output: Tensor, classes: Classes) -> Moments
             "stream_(model, memory='pool')."
         )
     # a frame that is not finite has no class, and is not remembered
-    chance = output.to(mean).softmax(1).nan_to_num(0.0)
+    return output.to(classes.codes).softmax(1).nan_to_num(0.0)
+
+
+def effect_of(chance: Tensor, classes: Classes) -> Moments:
+    """What classes do to the mean and the log variance of frames, (N, T) each.
+
+    Args:
+        chance: that a frame is of a class, (N, K), or by how much it is higher than usual.
+    """
     of_mean, of_log_var = ((chance @ classes.codes) @ classes.directions).chunk(2, 1)
+    return of_mean, of_log_var
+
+
+def without_class(moments: Moments, effect: Moments) -> Moments:
+    """Moments of frames, (N, T), without what their classes did to them."""
+    (mean, var), (of_mean, of_log_var) = moments, effect
     mean = (mean - of_mean).clamp(-FARTHEST, FARTHEST)
     return mean, (var * (-of_log_var).exp()).clamp(0.0, FARTHEST**2)
 

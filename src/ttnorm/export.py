@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from .stream import STATE, stream_of, stream_state
+from .stream import stream_of, stream_state
 from .surgery import STREAM, ttn_layers, unwrap
 
 
@@ -73,7 +73,7 @@ def to_onnx(
     if opset < 17:
         raise ValueError(f"opset is {opset}, expected 17 or newer.")
     program = to_exported_program(model, example)
-    state = STATE if STREAM in unwrap(model).__dict__ else ()
+    state = tuple(stream_of(model).state) if STREAM in unwrap(model).__dict__ else ()
     single = len(program.graph_signature.user_outputs) == 1 + len(state)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own notes on its deprecations
@@ -101,13 +101,29 @@ class _Explicit(nn.Module):
         self.model = model
 
     def forward(
-        self, x: Tensor, mean: Tensor, var: Tensor, count: Tensor, seen: Tensor, rejected: Tensor
+        self,
+        x: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        count: Tensor,
+        seen: Tensor,
+        rejected: Tensor,
+        excess: Tensor,
+        runs: Tensor,
+        within: Tensor,
+        compared: Tensor,
+        # where it knows what classes do
+        usual: Tensor | None = None,
+        usual_count: Tensor | None = None,
     ) -> tuple[Any, ...]:
         stream = stream_of(self.model)
-        state = (mean, var, count, seen, rejected)
-        stream.state = {name: t.clone() for name, t in zip(STATE, state, strict=True)}
+        state = (mean, var, count, seen, rejected, excess, runs, within, compared)
+        classes = (usual, usual_count)
+        # by these names, for the exporter to leave them to the inputs
+        pairs = zip(stream.state, (*state, *classes), strict=False)
+        stream.state = {name: t.clone() for name, t in pairs if t is not None}
         output = self.model(x)
-        return (output, *(stream.state[name] for name in STATE))
+        return (output, *stream.state.values())
 
 
 def _at_least_two(example: Tensor) -> Tensor:

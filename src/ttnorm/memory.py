@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
-from .classes import Classes, spread_of, without_class
+from .classes import ALIKE, USUAL, Classes, effect_of, predicted, spread_of, without_class
 from .functional import batch_moments, mix_moments, normalise
 from .native import moment_dtype
 from .pooling import (
@@ -36,9 +36,10 @@ from .shallow import describe_frames
 from .stream_config import StreamConfig
 from .stream_rows import State, StreamRows
 from .surgery import CLASSES, CONTENT, ttn_layers, unwrap
+from .trust import Unlike, compare, trust
 
 NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in its own statistics
-BEGINNING = 0.25  # of the window: how long a batch has a say beside a balanced memory
+BEGINNING = 0.25  # of the window: how long a batch has a say whatever it is like
 Places = tuple[Tensor, Tensor]  # rows and slots of the state
 
 
@@ -93,14 +94,14 @@ class Stream(StreamRows):
                 group, places = self._places(group, slot)
             share, new = shares(group, counts, len(self.active if places is None else places[0]))
             memory = self._recall(places)
-            trust = self._trust_in_batch(new, places)[:, None]
+            say = self._trust_in_batch(new, places)[:, None]
         alpha = self._flat([layer.alpha for layer in self.layers])
         # three are mixed, source, memory and batch: the first two here, for all layers at once
-        remembered = alpha * (1 - trust) / (1 - alpha * trust).clamp_min(1e-12)
+        remembered = alpha * (1 - say) / (1 - alpha * say).clamp_min(1e-12)
         zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
         mean, var = mix_moments(remembered, zero, one, *memory, cross_term=self.cross_term)
         mean, var = torch.addcmul(self.source_mean, mean, self.unit), var * self.unit_var
-        per_layer = (mean, var, alpha * trust, self.source_mean, self.unit)
+        per_layer = (mean, var, alpha * say, self.source_mean, self.unit)
         self.frames = Frames(
             group,
             counts,
@@ -108,7 +109,7 @@ class Stream(StreamRows):
             places,
             described,
             # a GPU is not asked, for it would have to be waited for, and a compiler cannot be
-            mixing=x.is_cuda or torch.compiler.is_compiling() or bool((trust > 0).any()),
+            mixing=x.is_cuda or torch.compiler.is_compiling() or bool((say > 0).any()),
             per_layer=[*zip(*(t.split(self.sizes, -1) for t in per_layer), strict=True)],
         )
 
@@ -141,14 +142,16 @@ class Stream(StreamRows):
     def _trust_in_batch(self, new: Tensor, places: Places | None) -> Tensor:
         """The batch's share in what is mixed with the source, for each memory."""
         if self.config.memory == "pool":
-            trust, _ = share_of_new(self._read("count", places)[:, 0], new, self.config.window)
+            share, _ = share_of_new(self._read("count", places)[:, 0], new, self.config.window)
         else:
-            # its labels may be all alike, so it helps out only as long as little has been seen
+            # its labels may be all alike, so it helps out where domains come and go, and as long
+            # as little has been seen
             seen = self.state["seen"][self.active]
             seen = seen if places is None else self.state["slot_seen"][places]
             seen = seen / (BEGINNING * self.config.window)
-            trust = (1 - seen).clamp_min(0) * new / (new + self.config.source)
-        return torch.where(trust < NEGLIGIBLE, 0.0, trust)
+            unlike = Unlike(*(self._read(name, places)[:, 0] for name in Unlike._fields))
+            share = trust(unlike, new, (1 - seen).clamp_min(0) / self.config.source)
+        return torch.where(share < NEGLIGIBLE, 0.0, share)
 
     def standardise(self, index: int, x: Tensor) -> Tensor:
         """A layer's part of the forward."""
@@ -221,13 +224,18 @@ class Stream(StreamRows):
         if self.config.memory == "balanced":
             cells = cells * self._cells_for(output) + output.argmax(1) % self.cells
         if self.classes is not None:
-            moments = without_class(moments, output, self.classes)
+            chance = predicted(output, self.classes)
+            effect = effect_of(chance - self._usual_classes(counts, chance), self.classes)
+            moments = without_class(moments, effect)
         if self.routes is not None and places is not None:  # a frame of no domain is in no memory
             counts = counts * (places[1][now.group] < self.routes.domains)
         names = ("count", "mean", "var")
         before = {name: self._read(name, places).flatten(0, 1) for name in names}
         share, new = shares(cells, counts, len(before["count"]))
         new_mean, new_var = cell_moments(share, cells, *moments)
+        if self.classes is not None:
+            batch = (moments[0], effect[0], cells, share)
+            self._compare(places, new, batch, (before["mean"], before["count"]))
         after = remember(
             **before,
             new=new,
@@ -243,6 +251,33 @@ class Stream(StreamRows):
             rows = self.active[self.group.expand(now.group.shape[0])]
             frames = (rows, now.described, places[1][now.group], now.counts)
             self.routes.remember(self.state, *frames)
+
+    def _compare(
+        self,
+        places: Places | None,
+        new: Tensor,
+        batch: tuple[Tensor, Tensor, Tensor, Tensor],
+        memory: Moments,
+    ) -> None:
+        """How unlike their memory batches are: see `trust.compare`."""
+        alpha = self._flat([layer.alpha.detach() for layer in self.layers])
+        new = torch.where(new < 2, 0.0, new)  # one frame has no variance
+        found = compare(*batch, new, *memory, alpha / alpha.sum().clamp_min(1e-12))
+        weight, count = share_of_new(self._read("compared", places)[:, 0], new, self.config.window)
+        self._write("compared", places, count[:, None])
+        for name, value in found._asdict().items():
+            before = self._read(name, places)[:, 0]
+            self._write(name, places, (before + weight * (value - before))[:, None])
+
+    def _usual_classes(self, counts: Tensor, chance: Tensor) -> Tensor:
+        """The mean prediction of every frame's stream, these frames included, (N, K)."""
+        streams = self.group.expand(chance.shape[0])
+        share, new = shares(streams, counts, len(self.active))
+        usual, count = (self.state[name][self.active] for name in ("usual", "usual_count"))
+        weight, count = share_of_new(count, new, USUAL)
+        usual = usual + weight[:, None] * (share @ chance - usual)
+        self.state["usual"][self.active], self.state["usual_count"][self.active] = usual, count
+        return usual[streams]
 
     @torch.no_grad()
     def find_domains(self) -> None:
@@ -305,7 +340,15 @@ class Stream(StreamRows):
             "count": like.new_full((streams, cells), self.config.source / self.cells),
             "seen": like.new_zeros(streams, dtype=torch.long),
             "rejected": like.new_zeros(streams, dtype=torch.long),
+            "excess": like.new_zeros(streams, self.slots),
+            "runs": like.new_zeros(streams, self.slots),
+            "within": like.new_ones(streams, self.slots),
+            "compared": like.new_full((streams, self.slots), 1e-6),
         }
+        if self.classes is not None:
+            number = len(self.classes.codes)
+            state["usual"] = like.new_full((streams, number), 1 / number)
+            state["usual_count"] = like.new_full((streams,), ALIKE)
         if self.routes is not None:
             state |= self.routes.blank(streams)
         return state

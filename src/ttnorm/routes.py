@@ -19,7 +19,8 @@ EVERY = 16  # frames after which they are looked for anew
 FIRST = 32  # frames that have to be there for that
 SAME = 0.8  # of a slot's frames: what goes on with so many of them is the same domain
 GROUPS = ("middles", "there", "reach")  # see `routing.Groups`
-MEMORY = ("mean", "var", "count", "slot_seen")  # what belongs to a slot
+# what belongs to a slot
+MEMORY = ("mean", "var", "count", "slot_seen", "excess", "runs", "within", "compared")
 State = dict[str, Tensor]
 
 

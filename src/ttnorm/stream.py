@@ -25,7 +25,6 @@ from .stream_rows import Id
 from .surgery import CONTENT, STREAM, end_stream_, unwrap
 
 FORMAT = "ttnorm-stream"
-STATE = ("mean", "var", "count", "seen", "rejected")  # what an exported graph takes and gives
 
 
 def stream_(model: nn.Module, **options: Any) -> nn.Module:

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from ttnorm.classes import Classes, classes_of, measure_classes, spread_of, sum_up, without_class
+from ttnorm.classes import (
+    Classes,
+    classes_of,
+    effect_of,
+    measure_classes,
+    predicted,
+    spread_of,
+    sum_up,
+    without_class,
+)
 
 
 def test_classes_are_the_means_of_their_images():
@@ -37,7 +46,7 @@ def test_frames_count_as_if_they_were_of_no_class():
     classes = Classes(torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.5, 0.2]]))
     mean, var = torch.tensor([[0.5], [-0.5]]), torch.tensor([[0.2], [-0.2]]).exp()
     sure = 100 * torch.eye(2)
-    mean, var = without_class((mean, var), sure, classes)
+    mean, var = without_class((mean, var), effect_of(predicted(sure, classes), classes))
     torch.testing.assert_close(mean, torch.zeros(2, 1))
     torch.testing.assert_close(var, torch.ones(2, 1))
     assert spread_of(classes).tolist() == [0.25]

@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ..augment import prior_shift
+from ..augment import domain_shift
 from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.images import Images
 from ..data.label_maps import CAMVID_CLASSES
@@ -30,7 +30,9 @@ DUSK = "0001TP"
 CORRUPTIONS = ("fog", "snow", "frost", "brightness", "motion_blur", "gaussian_noise")
 BATCH_SIZE = 2  # the paper's for post-training, and for its main table
 EPOCHS = 10  # 406 frames are 203 steps an epoch
-RATE = 4e-3  # benchmarks/choose_alpha_shift.py
+# benchmarks/choose_alpha_shift.py
+RATE = 4e-3
+PARTS = ("jitter", "blur")  # they leave pixels where they are, as masks do
 
 
 def source_frames(folder: Path, *, skip_bad: bool = False) -> Images:
@@ -91,15 +93,17 @@ class CamvidBench:
 
     @cached_property
     def _source(self) -> Source:
-        frames = source_frames(self.folder, skip_bad=self.skip_bad)
         return Source(
-            Images(*(t[: self.setup.scale.train].to(self.setup.device) for t in frames)),
+            self._frames,
             epochs=min(self.setup.scale.epochs, EPOCHS),
             batch_size=BATCH_SIZE,
             config={"lr": RATE},
-            # it leaves pixels where they are, as masks do
-            augment=partial(prior_shift, per="batch"),
+            augment=partial(domain_shift, parts=PARTS),
         )
+
+    def _frames(self) -> Images:
+        frames = source_frames(self.folder, skip_bad=self.skip_bad)
+        return Images(*(t[: self.setup.scale.train].to(self.setup.device) for t in frames))
 
     def tests(self, clean: bool) -> list[Domains]:
         return self._tests[:1] if clean else self._tests

@@ -70,7 +70,7 @@ class CifarBench:
         corrupted = {
             name: Images(*(t.to(self.setup.device) for t in x)) for name, x in corrupted.items()
         }
-        return Source(self.train, corrupted, self.setup.textures, self.setup.scale.epochs)
+        return Source(lambda: self.train, corrupted, self.setup.textures, self.setup.scale.epochs)
 
     def tests(self, clean: bool) -> list[Domains]:
         return [self.clean if clean else self.corrupted]

@@ -22,9 +22,9 @@ from ..norms import norm_named
 from ..progress import Progress
 from ..version import __version__
 from .job import Domains, Job, Network, check, method_options
-from .predict import Run, share_forwards
+from .predict import Run, shares_forwards
 from .records import Record, RecordFile
-from .scenarios import SCENARIOS, Segment, joined
+from .scenarios import SCENARIOS, Segment, apart, joined
 from .scores import score
 
 
@@ -52,7 +52,7 @@ def evaluate(
     progress = Progress("evaluate", len(jobs))
     known: dict[tuple[Any, ...], Record] = {}
     for together in _bundles(jobs, data, grouped):
-        if together[0].share_forwards:
+        if together[0].shares_forwards:
             found = _score_alongside(network, data, together, records, grouped)
         else:
             found = _score_alone(network, data, together[0], records, known, grouped)
@@ -71,7 +71,7 @@ class _Plan:
 
     job: Job
     stream: Sequence[Segment]
-    share_forwards: bool
+    shares_forwards: bool
 
     def cells(self, network: Network, data: Domains) -> list[Record]:
         """What is known of every segment's record before it is scored."""
@@ -85,17 +85,18 @@ class _Plan:
         """What runs side by side, in parts with the number of the cell that each belongs to."""
         if self.job.streams > 1:
             return [list(enumerate(shard)) for shard in self.job.shards(data)]
-        return [[part] for part in enumerate(self.stream) if missing[part[0]]]
+        numbers = iter(range(len(self.stream)))
+        parts = [[(next(numbers), segment) for segment in part] for part in apart(self.stream)]
+        return [part for part in parts if any(missing[number] for number, _ in part)]
 
 
 def _bundles(jobs: Sequence[Job], data: Domains, grouped: bool) -> list[list[_Plan]]:
     """Jobs that run together: those whose streams can share forwards, and every other alone."""
     found: dict[Any, list[_Plan]] = {}
     for number, job in enumerate(jobs):
-        stream = job.segments(data)
-        shared = job.streams > 1 or (grouped and share_forwards(job, stream))
+        shared = job.streams > 1 or (grouped and shares_forwards(job))
         key = (job.norm, job.batch_size) if shared else number
-        found.setdefault(key, []).append(_Plan(job, stream, shared))
+        found.setdefault(key, []).append(_Plan(job, job.segments(data), shared))
     return list(found.values())
 
 

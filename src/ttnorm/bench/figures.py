@@ -51,14 +51,14 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
         colour, line_style = _COLOURS.get(norm), _LINES.get(method, "o-")
         (line,) = axes.plot(sizes, errors, line_style, markersize=4, label=name, color=colour)
         line.set(linewidth=2.6 if name == "TTN" else 1.5, zorder=5 if name == "TTN" else 3)
-        if not method and norm != "TBN":
+        if not method and norm not in ("TBN", "EMA"):
             plain += [error for error in errors if error == error]
-    # Batch statistics fall to chance at B = 1, and what adapts over them; the view stays where the
-    # others differ.
+    # Batch statistics fall to chance at B = 1, and what follows or adapts over them; the view stays
+    # where the others differ.
     if plain and not table.higher:
-        ceiling = min(1.6 * max(plain), 101.0)
-        lowest = min(c.ours for _, cells in table.rows for c in cells[:-1] if c.ours is not None)
-        axes.set_ylim(lowest * 0.9, ceiling)
+        every = [c.ours for _, cells in table.rows for c in cells[:-1] if c.ours is not None]
+        ceiling = min(1.6 * max(plain), 1.05 * max(every), 101.0)
+        axes.set_ylim(min(every) * 0.9, ceiling)
         _mark_what_is_above(axes, ceiling)
     axes.set_xlabel("images in a test batch")
     axes.set_ylabel(score_name(records))
@@ -207,6 +207,8 @@ def _mark_what_is_above(axes: Axes, ceiling: float) -> None:
             va="top",
             color=line.get_color(),
             fontsize=8,
+            zorder=6,  # above the lines that pass behind it
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
 
 

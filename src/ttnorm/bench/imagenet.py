@@ -68,7 +68,7 @@ class ImageNetBench:
         train = self._images("source", self.setup.scale.train or MOST)
         few = len(train.labels) < MOST
         return Source(
-            Images(*(t.to(self.setup.device) for t in train)),
+            lambda: Images(*(t.to(self.setup.device) for t in train)),
             epochs=self.setup.scale.epochs,
             batch_size=min(BATCH_SIZE, len(train.labels)),
             config={"lr": RATE_OF_FEW if few else RATE},

@@ -1,8 +1,8 @@
 """The predictions of a job: a network under a norm and a method, going over a stream.
 
 Many small batches run as one forward with groups, so every batch size costs about the same; where a
-norm remembers its stream, segments that start anew run side by side as streams instead. With
-`grouped=False` batches run one after another, to the same predictions.
+norm remembers its stream, streams that start anew run side by side instead. With `grouped=False`
+batches run one after another, to the same predictions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..methods import method_named
 from ..norms import apply_norm_, norm_named
 from .alongside import alongside
 from .job import Domains, Job, Network, method_options
-from .scenarios import Segment
+from .scenarios import Segment, apart
 
 logger = logging.getLogger("ttnorm")
 SAMPLES_AT_ONCE = {"cuda": 2000, "cpu": 200}
@@ -35,18 +35,18 @@ def predictions(
     """The predicted classes of a job, segment after segment, in the order of arrival."""
     stream = job.segments(data)
     run = Run(network, data, job, grouped)
-    if grouped and share_forwards(job, stream):
-        together = itertools.chain.from_iterable(run.alongside([[s] for s in stream]))
-        yield from zip(stream, together, strict=True)
+    if not (grouped and shares_forwards(job)):
+        for segment in stream:
+            yield segment, run(segment)
         return
-    for segment in stream:
-        yield segment, run(segment)
+    parts = apart(stream)
+    for part, found in zip(parts, itertools.chain.from_iterable(run.alongside(parts)), strict=True):
+        yield from zip(part, found.split([len(s.images) for s in part]), strict=True)
 
 
-def share_forwards(job: Job, stream: Sequence[Segment]) -> bool:
-    """Whether segments are streams that can share their forwards."""
-    remembers = norm_named(job.norm).remembers and job.method == "none"
-    return remembers and all(s.reset for s in stream)
+def shares_forwards(job: Job) -> bool:
+    """Whether streams that do not depend on each other run side by side."""
+    return norm_named(job.norm).remembers and job.method == "none"
 
 
 class Run:

@@ -202,6 +202,25 @@ def shards(
     return found
 
 
+def apart(stream: Sequence[Segment]) -> list[list[Segment]]:
+    """A stream cut where it starts anew, into parts that do not depend on each other.
+
+    Example:
+        >>> labels = torch.arange(5)
+        >>> for scenario in ("single", "continual"):
+        ...     stream = segments(scenario, ["fog", "snow"], labels, batch_size=2, seed=0)
+        ...     print([[s.domain for s in part] for part in apart(stream)])
+        [['fog'], ['snow']]
+        [['fog', 'snow']]
+    """
+    parts: list[list[Segment]] = []
+    for segment in stream:
+        if segment.reset or not parts:
+            parts.append([])
+        parts[-1].append(segment)
+    return parts
+
+
 def joined(stream: Sequence[Segment]) -> Segment:
     """All segments as one, which starts anew."""
     return dataclasses.replace(

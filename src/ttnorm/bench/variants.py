@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Source:
     """What variants are fitted with.
 
     Args:
-        train: the training set, on the device to train on.
+        read: gives the training set, on the device to train on, once it is needed.
         corrupted: from a corruption to the training set under it, likewise.
         textures: the folder with frost's pictures.
         epochs: of post-training.
@@ -94,13 +94,17 @@ class Source:
         augment: the shift that alpha is optimised under; `domain_shift` by default.
     """
 
-    train: Images
+    read: Callable[[], Images]
     corrupted: Mapping[str, Images] = dataclasses.field(default_factory=dict)
     textures: Path | None = None
     epochs: int = 30
     batch_size: int = 200
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     augment: Augment | None = None
+
+    @cached_property
+    def train(self) -> Images:
+        return self.read()
 
 
 def fit_variant(
