@@ -9,7 +9,8 @@ network has, with gradients five times as large, the regulariser needs a strengt
 pull as it does there. For each setting: alpha fitted on every other source image, and what the
 network makes of the others in simulated domains (source_data.py) at every batch size, as a
 percentage that is wrong: images, or what masks lack of overlapping (100 - mIoU). The lowest mean is
-the choice. No test image and no corruption that is scored is looked at.
+the choice, for ImageNet over both networks. No test image and no corruption that is scored is
+looked at.
 """
 
 from __future__ import annotations

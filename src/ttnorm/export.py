@@ -108,20 +108,20 @@ class _Explicit(nn.Module):
         count: Tensor,
         seen: Tensor,
         rejected: Tensor,
-        excess: Tensor,
-        runs: Tensor,
-        within: Tensor,
-        compared: Tensor,
         # where it knows what classes do
+        excess: Tensor | None = None,
+        runs: Tensor | None = None,
+        within: Tensor | None = None,
+        compared: Tensor | None = None,
         usual: Tensor | None = None,
         usual_count: Tensor | None = None,
     ) -> tuple[Any, ...]:
+        given = {"mean": mean, "var": var, "count": count, "seen": seen, "rejected": rejected}
+        known = {"excess": excess, "runs": runs, "within": within, "compared": compared}
+        known |= {"usual": usual, "usual_count": usual_count}
+        given |= {name: t for name, t in known.items() if t is not None}
         stream = stream_of(self.model)
-        state = (mean, var, count, seen, rejected, excess, runs, within, compared)
-        classes = (usual, usual_count)
-        # by these names, for the exporter to leave them to the inputs
-        pairs = zip(stream.state, (*state, *classes), strict=False)
-        stream.state = {name: t.clone() for name, t in pairs if t is not None}
+        stream.state = {name: given[name].clone() for name in stream.state}
         output = self.model(x)
         return (output, *stream.state.values())
 

@@ -7,6 +7,7 @@ comes out is BatchNorm in eval mode.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -36,7 +37,7 @@ from .shallow import describe_frames
 from .stream_config import StreamConfig
 from .stream_rows import State, StreamRows
 from .surgery import CLASSES, CONTENT, ttn_layers, unwrap
-from .trust import Unlike, compare, trust
+from .trust import Unlike, compare, trust, unknown
 
 NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in its own statistics
 BEGINNING = 0.25  # of the window: how long a batch has a say whatever it is like
@@ -79,16 +80,27 @@ class Stream(StreamRows):
         x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim())
         if x.device != self.source_mean.device:
             self.to(x.device)
+        if self.waiting:
+            self.select(self.ids)
         samples = x.shape[0]  # an exporter takes a len() for a constant
         if len(self.ids) not in (1, samples):
             raise ValueError(f"{len(self.ids)} ids for a batch of {samples}: expected one each.")
-        group, described, places = self.group.expand(samples), None, None
+        described = None
+        if self.routes is not None and samples:
+            shallow = partial(model.forward, *args, **kwargs)
+            size = len(self.routes.content.mean)
+            described = describe_frames(self.layers, shallow, size=size)
+        with _exactly(x):
+            self.frames = self._plan(x, described)
+
+    def _plan(self, x: Tensor, described: Tensor | None) -> Frames:
+        """Of a forward, by its input and by what the first layers see of it."""
+        group, places = self.group.expand(x.shape[0]), None
         with torch.no_grad():
             counts = _usable(x).to(self.dtype)
             if self.routes is not None:
-                shallow = partial(model.forward, *args, **kwargs)
-                size = len(self.routes.content.mean)
-                described = describe_frames(self.layers, shallow, size=size)
+                if described is None:  # of no frames
+                    described = self.source_mean.new_zeros(0, len(self.routes.content.mean))
                 described = self.routes.whiten(described)
                 slot = self.routes.slot(self.state, self.active[group], described)
                 group, places = self._places(group, slot)
@@ -102,7 +114,7 @@ class Stream(StreamRows):
         mean, var = mix_moments(remembered, zero, one, *memory, cross_term=self.cross_term)
         mean, var = torch.addcmul(self.source_mean, mean, self.unit), var * self.unit_var
         per_layer = (mean, var, alpha * say, self.source_mean, self.unit)
-        self.frames = Frames(
+        return Frames(
             group,
             counts,
             share,
@@ -149,7 +161,9 @@ class Stream(StreamRows):
             seen = self.state["seen"][self.active]
             seen = seen if places is None else self.state["slot_seen"][places]
             seen = seen / (BEGINNING * self.config.window)
-            unlike = Unlike(*(self._read(name, places)[:, 0] for name in Unlike._fields))
+            unlike = unknown(new)
+            if self.classes is not None:
+                unlike = Unlike(*(self._read(name, places)[:, 0] for name in Unlike._fields))
             share = trust(unlike, new, (1 - seen).clamp_min(0) / self.config.source)
         return torch.where(share < NEGLIGIBLE, 0.0, share)
 
@@ -165,6 +179,8 @@ class Stream(StreamRows):
                 f"A layer sees {len(x)} samples in a batch of {len(now.group)}: whose they are "
                 "cannot be told. A network that folds anything into the batch has no streams."
             )
+        if not x.shape[0]:
+            return x
         with torch.no_grad():
             frames = batch_moments(x.detach(), 1)
         now.moments[index] = frames  # of its last use, where a layer has several
@@ -172,7 +188,7 @@ class Stream(StreamRows):
         if kernels.usable(x) and not (trust.requires_grad or torch.compiler.is_compiling()):
             return self._on_gpu(now, index, x)
         if now.mixing:
-            with torch.no_grad():
+            with torch.no_grad(), _exactly(x):
                 frames = in_units(*frames, source_mean, unit)
                 batch = cell_moments(now.share, now.group, *frames)
                 batch = (torch.addcmul(source_mean, batch[0], unit), batch[1] * unit.square())
@@ -208,8 +224,9 @@ class Stream(StreamRows):
         """After a forward: remember its frames."""
         now, self.frames = self.frames, None
         assert now is not None
-        moments = in_units(*self._moments(now), self.source_mean, self.unit)
-        self._take(now, moments, output)
+        with _exactly(now.counts):
+            moments = in_units(*self._moments(now), self.source_mean, self.unit)
+            self._take(now, moments, output)
         streams = self.group.expand(now.group.shape[0])
         taken = shares(streams, now.counts, len(self.active))[1].long()
         every = shares(streams, torch.ones_like(now.counts), len(self.active))[1].long()
@@ -340,18 +357,27 @@ class Stream(StreamRows):
             "count": like.new_full((streams, cells), self.config.source / self.cells),
             "seen": like.new_zeros(streams, dtype=torch.long),
             "rejected": like.new_zeros(streams, dtype=torch.long),
-            "excess": like.new_zeros(streams, self.slots),
-            "runs": like.new_zeros(streams, self.slots),
-            "within": like.new_ones(streams, self.slots),
-            "compared": like.new_full((streams, self.slots), 1e-6),
         }
         if self.classes is not None:
             number = len(self.classes.codes)
-            state["usual"] = like.new_full((streams, number), 1 / number)
-            state["usual_count"] = like.new_full((streams,), ALIKE)
+            state |= {
+                "excess": like.new_zeros(streams, self.slots),
+                "runs": like.new_zeros(streams, self.slots),
+                "within": like.new_ones(streams, self.slots),
+                "compared": like.new_full((streams, self.slots), 1e-6),
+                "usual": like.new_full((streams, number), 1 / number),
+                "usual_count": like.new_full((streams,), ALIKE),
+            }
         if self.routes is not None:
             state |= self.routes.blank(streams)
         return state
+
+
+def _exactly(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Without autocast: a memory of bfloat16 would forget small changes."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 @dataclasses.dataclass

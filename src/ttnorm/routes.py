@@ -109,7 +109,7 @@ class Routes:
         """
         share = torch.where(share > SAME, 1.0, share)
         each = torch.arange(len(rows), device=rows.device)[:, None]
-        for name in MEMORY:
+        for name in [name for name in MEMORY if name in state]:
             fresh, value = (
                 t.unflatten(1, (self.slots, -1)) for t in (blank[name], state[name][rows])
             )

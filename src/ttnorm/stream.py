@@ -95,7 +95,7 @@ def streams(model: nn.Module, ids: Sequence[Id]) -> Iterator[nn.Module]:
     try:
         yield model
     finally:
-        stream.select(before)
+        stream.select_again(before)
 
 
 def find_domains(model: nn.Module) -> None:
@@ -129,9 +129,9 @@ def load_stream_(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     tensors, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} holds no streams: ttnorm.save_stream writes those.")
-    stream_(model, **metadata["config"])
-    stream_of(model).load_stream_state({"ids": metadata["ids"], **tensors})
-    return model
+    stream = Stream(model, StreamConfig(**metadata["config"]))
+    stream.load_stream_state({"ids": metadata["ids"], **tensors})
+    return attach_(model, stream)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,13 +43,25 @@ class StreamRows:
                 f"{len(together)} streams in one batch, expected at most "
                 f"{self.config.max_streams}: stream_(model, max_streams=...)."
             )
+        self.waiting = False
         for one in together:
             row = self.rows.pop(one, None)
             self.rows[one] = self._new_row(together) if row is None else row
-        device = self.state["seen"].device
+        self._point_to(ids, together)
+
+    def select_again(self, ids: Sequence[Id]) -> None:
+        """Likewise, but streams that have no row get one with the next forward: it may be another's
+        by then, and there may be no such forward."""
+        together = list(dict.fromkeys(ids))
+        self.waiting = any(one not in self.rows for one in together)
+        self._point_to(ids, [] if self.waiting else together)
+
+    def _point_to(self, ids: Sequence[Id], together: Sequence[Id]) -> None:
+        options = {"dtype": torch.long, "device": self.state["seen"].device}
+        group = [together.index(one) for one in ids] if together else []
         self.ids = list(ids)
-        self.active = torch.tensor([self.rows[one] for one in together], device=device)
-        self.group = torch.tensor([together.index(one) for one in ids], device=device)
+        self.active = torch.tensor([self.rows[one] for one in together], **options)  # type: ignore[arg-type]
+        self.group = torch.tensor(group, **options)  # type: ignore[arg-type]
 
     def make_room(self, streams: int) -> None:
         """For so many at least."""
@@ -97,7 +109,7 @@ class StreamRows:
         self.state = {
             name: torch.cat((state[name].to(t), blank[name])) for name, t in self.state.items()
         }
-        self.select(self.ids)
+        self.select_again(self.ids)
 
     def _new_row(self, keep: Sequence[Id]) -> int:
         """A row for one more stream; where there is no room, the one unused for longest goes."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 NOISE = 0.02  # of tau^2 / s^2, in what is measured of it
@@ -32,6 +33,11 @@ class Unlike(NamedTuple):
     excess: Tensor
     runs: Tensor
     within: Tensor
+
+
+def unknown(memories: Tensor) -> Unlike:
+    """Of memories that batches are not compared with."""
+    return Unlike(torch.zeros_like(memories), torch.zeros_like(memories), torch.ones_like(memories))
 
 
 def compare(
@@ -73,7 +79,6 @@ def trust(unlike: Unlike, new: Tensor, start: Tensor) -> Tensor:
         start: tau^2 / s^2 that is taken for granted, as long as little has been seen.
 
     Example:
-        >>> import torch
         >>> unlike = Unlike(*torch.tensor([[0.27, 0.27], [0.0, 0.27], [1.0, 1.0]]))
         >>> trust(unlike, torch.tensor([4.0, 4.0]), torch.tensor([0.0, 0.0]))
         tensor([0.5000, 0.0000])

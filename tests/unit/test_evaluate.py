@@ -125,7 +125,7 @@ def test_a_record_tells_how_it_came_about(run):
     assert {"seconds", "versions", "device", "wrong"} <= record.keys()
 
 
-@pytest.mark.parametrize("norm", ["ttn", "mixnorm"])
+@pytest.mark.parametrize("norm", ["ttn", "mixnorm", "ttn-stream"])
 @pytest.mark.parametrize("scenario", ["single", "continual"])
 @pytest.mark.parametrize("kept", [0, 1, 2, 4, 5])
 def test_a_stopped_run_goes_on(run, tmp_path, norm, scenario, kept):

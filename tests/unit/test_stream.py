@@ -182,10 +182,18 @@ class TestManyStreams:
         for one in ("a", "b", "c", "a", "d", "e"):
             with ttnorm.streams(network, [one]):
                 network(frames(1))
-        # the stream of forwards without ids takes a place as well, and is in use between them
-        assert "b" not in ttnorm.health(network)
-        assert ttnorm.health(network)["e"].frames == 1
+        assert list(ttnorm.health(network)) == ["a", "d", "e"]
         assert len(stream_of(network).rows) <= 3
+
+    def test_as_many_as_there_is_room_for_are_all_remembered(self, network):
+        """Forwards without ids, which may never come, take no place between those with."""
+        ttnorm.stream_(network, max_streams=2)
+        for _ in range(5):
+            with ttnorm.streams(network, ["a", "b"]):
+                network(frames(2))
+        assert [state.frames for state in ttnorm.health(network).values()] == [5, 5]
+        network(frames(1))
+        assert list(ttnorm.health(network)) == ["b", None]
 
     def test_memory_is_bounded(self, network):
         ttnorm.stream_(network, max_streams=5)
@@ -397,6 +405,29 @@ def test_half_precision(network):
         expected, actual = reference(part), half(part.bfloat16())
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.float(), expected, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_under_autocast_what_is_remembered_is_not_rounded(network, memory):
+    reference = ttnorm.stream_(copy.deepcopy(network), memory=memory)
+    ttnorm.stream_(network, memory=memory)
+    for part in frames(40).split(8):
+        reference(part)
+        with torch.autocast("cpu", torch.bfloat16):
+            network(part)
+    found, expected = stream_of(network).state, stream_of(reference).state
+    assert all(t.dtype == expected[name].dtype for name, t in found.items())
+    torch.testing.assert_close(found["mean"], expected["mean"], atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_an_empty_batch_changes_nothing(network, memory):
+    ttnorm.stream_(network, memory=memory)
+    network(frames(4))
+    before = {name: t.clone() for name, t in stream_of(network).state.items()}
+    assert network(frames(4)[:0]).shape == (0, 4)
+    for name, tensor in stream_of(network).state.items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
 
 
 def test_one_dimension():

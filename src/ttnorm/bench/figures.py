@@ -196,7 +196,8 @@ def scenes(rows: Mapping[str, Tensor], classes: Sequence[str], title: str) -> Fi
 
 def _mark_what_is_above(axes: Axes, ceiling: float) -> None:
     """Say how far lines go that leave the picture at the top."""
-    last = {line: np.asarray(line.get_ydata(), dtype=float)[-1] for line in axes.lines}
+    errors = {line: np.asarray(line.get_ydata(), dtype=float) for line in axes.lines}
+    last = {line: values[~np.isnan(values)][-1] for line, values in errors.items()}
     above = [line for line, error in last.items() if error > ceiling]
     for place, line in enumerate(above):
         axes.annotate(
