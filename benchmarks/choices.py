@@ -120,8 +120,8 @@ CHOICES = (
         "What a stream's memory is made of",
         "stream_ablation",
         "The default memory with one thing changed, on 300 training images in each of the same "
-        "domains (`stream_ablation.py --images 300`). By default the window is 200 frames, the source counts for 4, at most 8 domains have slots, "
-        "and they are told apart by 3 norms.",
+        "domains (`stream_ablation.py --images 300`). By default the window is 200 frames, the "
+        "source counts for 4, at most 8 domains have slots, and they are told apart by 3 norms.",
         lambda r: {(r["value"], r["order"]): r["mean error"]},
         by_column=True,
     ),
