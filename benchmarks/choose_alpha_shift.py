@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import ttnorm
 from ttnorm.augment import DOMAIN_PARTS, PRIOR_PARTS, Augment
-from ttnorm.bench.camvid import CamvidBench
+from ttnorm.bench.camvid import PARTS, CamvidBench
 from ttnorm.bench.imagenet import ImageNetBench
 from ttnorm.bench.job import classes_of
 from ttnorm.bench.scores import score
@@ -35,7 +35,6 @@ from ttnorm.bench.subject import FULL, Setup
 from ttnorm.data.images import Images
 from ttnorm.data.loader import DeviceLoader
 
-STILL = ("jitter", "blur")  # parts that leave pixels where they are, as masks do
 PRIOR_SHIFT = partial(ttnorm.prior_shift, per="batch")
 SHIFTS: dict[str, dict[str, Augment]] = {
     "imagenet": {
@@ -45,8 +44,8 @@ SHIFTS: dict[str, dict[str, Augment]] = {
     },
     "camvid": {
         "prior shift": PRIOR_SHIFT,
-        "domain shift": partial(ttnorm.domain_shift, parts=STILL),
-        "both": partial(ttnorm.domain_shift, parts=(*STILL, *PRIOR_PARTS[1:])),
+        "domain shift": partial(ttnorm.domain_shift, parts=PARTS),
+        "both": partial(ttnorm.domain_shift, parts=(*PARTS, *PRIOR_PARTS[1:])),
     },
 }
 SETTINGS: tuple[dict[str, Any], ...] = (

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from ttnorm.memory import NEGLIGIBLE, Frames, Places, Stream
+from ttnorm.memory import NEGLIGIBLE, Stream
 from ttnorm.pooling import Moments, remember, share_of_new
 from ttnorm.stream_config import StreamConfig
+from ttnorm.stream_frames import Frames, Places
 
 KEPT = 200  # frames in a reservoir
 WINDOW = ("count", "mean", "var")  # of a window, as `remember` takes and gives them

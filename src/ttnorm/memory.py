@@ -7,8 +7,6 @@ comes out is BatchNorm in eval mode.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -35,13 +33,13 @@ from .routes import Routes
 from .routing import Content
 from .shallow import describe_frames
 from .stream_config import StreamConfig
+from .stream_frames import Frames, Places, exactly, usable
 from .stream_rows import State, StreamRows
 from .surgery import CLASSES, CONTENT, ttn_layers, unwrap
 from .trust import Unlike, compare, trust, unknown
 
 NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in its own statistics
 BEGINNING = 0.25  # of the window: how long a batch has a say whatever it is like
-Places = tuple[Tensor, Tensor]  # rows and slots of the state
 
 
 class Stream(StreamRows):
@@ -85,22 +83,23 @@ class Stream(StreamRows):
         samples = x.shape[0]  # an exporter takes a len() for a constant
         if len(self.ids) not in (1, samples):
             raise ValueError(f"{len(self.ids)} ids for a batch of {samples}: expected one each.")
+        self.frames = None
+        if not samples:
+            return
         described = None
-        if self.routes is not None and samples:
+        if self.routes is not None:
             shallow = partial(model.forward, *args, **kwargs)
             size = len(self.routes.content.mean)
             described = describe_frames(self.layers, shallow, size=size)
-        with _exactly(x):
+        with exactly(x):
             self.frames = self._plan(x, described)
 
     def _plan(self, x: Tensor, described: Tensor | None) -> Frames:
         """Of a forward, by its input and by what the first layers see of it."""
         group, places = self.group.expand(x.shape[0]), None
         with torch.no_grad():
-            counts = _usable(x).to(self.dtype)
-            if self.routes is not None:
-                if described is None:  # of no frames
-                    described = self.source_mean.new_zeros(0, len(self.routes.content.mean))
+            counts = usable(x).to(self.dtype)
+            if self.routes is not None and described is not None:
                 described = self.routes.whiten(described)
                 slot = self.routes.slot(self.state, self.active[group], described)
                 group, places = self._places(group, slot)
@@ -170,6 +169,8 @@ class Stream(StreamRows):
     def standardise(self, index: int, x: Tensor) -> Tensor:
         """A layer's part of the forward."""
         now, layer = self.frames, self.layers[index]
+        if not x.shape[0]:
+            return x
         if now is None:
             raise RuntimeError(
                 "A layer was called outside of a forward of the network that stream_ was given."
@@ -179,8 +180,6 @@ class Stream(StreamRows):
                 f"A layer sees {len(x)} samples in a batch of {len(now.group)}: whose they are "
                 "cannot be told. A network that folds anything into the batch has no streams."
             )
-        if not x.shape[0]:
-            return x
         with torch.no_grad():
             frames = batch_moments(x.detach(), 1)
         now.moments[index] = frames  # of its last use, where a layer has several
@@ -188,7 +187,7 @@ class Stream(StreamRows):
         if kernels.usable(x) and not (trust.requires_grad or torch.compiler.is_compiling()):
             return self._on_gpu(now, index, x)
         if now.mixing:
-            with torch.no_grad(), _exactly(x):
+            with torch.no_grad(), exactly(x):
                 frames = in_units(*frames, source_mean, unit)
                 batch = cell_moments(now.share, now.group, *frames)
                 batch = (torch.addcmul(source_mean, batch[0], unit), batch[1] * unit.square())
@@ -223,8 +222,9 @@ class Stream(StreamRows):
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After a forward: remember its frames."""
         now, self.frames = self.frames, None
-        assert now is not None
-        with _exactly(now.counts):
+        if now is None:  # no frames came
+            return
+        with exactly(now.counts):
             moments = in_units(*self._moments(now), self.source_mean, self.unit)
             self._take(now, moments, output)
         streams = self.group.expand(now.group.shape[0])
@@ -373,39 +373,6 @@ class Stream(StreamRows):
         return state
 
 
-def _exactly(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Without autocast: a memory of bfloat16 would forget small changes."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return contextlib.nullcontext()
-
-
-@dataclasses.dataclass
-class Frames:
-    """A forward in progress.
-
-    Args:
-        group: which memory a sample belongs to: of an active stream, or at one of `places`, (N,).
-        counts: 1, or 0 for a sample that is not to be remembered, (N,).
-        share: of each sample in its stream's part of the batch, (streams, N).
-        places: of the memories that are used, where streams have several: rows and slots.
-        described: what a sample was routed by, (N, D).
-        mixing: whether any batch has a say in its own statistics.
-        per_layer: mean and variance of source and memory, alpha of the batch, (streams, C) each,
-            and the source's mean and standard deviation, (C,).
-        moments: of every sample, (N, C), by layer.
-    """
-
-    group: Tensor
-    counts: Tensor
-    share: Tensor
-    places: Places | None
-    described: Tensor | None
-    mixing: bool
-    per_layer: list[tuple[Tensor, ...]]
-    moments: dict[int, Moments] = dataclasses.field(default_factory=dict)
-
-
 def _content_on(model: nn.Module, like: Tensor) -> Content:
     content: Content | None = unwrap(model).__dict__.get(CONTENT)
     if content is None:
@@ -427,9 +394,3 @@ def _classes_on(model: nn.Module, like: Tensor, memory: str) -> Classes | None:
     if memory not in ("corrected", "routed") or classes is None:
         return None
     return Classes(*(t.to(like) for t in classes))
-
-
-def _usable(x: Tensor) -> Tensor:
-    """Which samples may be remembered: not those that are not finite, or of one colour."""
-    flat = x.detach().flatten(1)
-    return torch.isfinite(flat).all(1) & (flat.amax(1) > flat.amin(1))

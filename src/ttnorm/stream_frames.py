@@ -1,0 +1,53 @@
+"""The frames of a forward in progress: whose they are, and which of them may be remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .pooling import Moments
+
+Places = tuple[Tensor, Tensor]  # rows and slots of the state
+
+
+@dataclasses.dataclass
+class Frames:
+    """A forward in progress.
+
+    Args:
+        group: which memory a sample belongs to: of an active stream, or at one of `places`, (N,).
+        counts: 1, or 0 for a sample that is not to be remembered, (N,).
+        share: of each sample in its stream's part of the batch, (streams, N).
+        places: of the memories that are used, where streams have several: rows and slots.
+        described: what a sample was routed by, (N, D).
+        mixing: whether any batch has a say in its own statistics.
+        per_layer: mean and variance of source and memory, alpha of the batch, (streams, C) each,
+            and the source's mean and standard deviation, (C,).
+        moments: of every sample, (N, C), by layer.
+    """
+
+    group: Tensor
+    counts: Tensor
+    share: Tensor
+    places: Places | None
+    described: Tensor | None
+    mixing: bool
+    per_layer: list[tuple[Tensor, ...]]
+    moments: dict[int, Moments] = dataclasses.field(default_factory=dict)
+
+
+def usable(x: Tensor) -> Tensor:
+    """Which samples may be remembered: not those that are not finite, or of one colour."""
+    flat = x.detach().flatten(1)
+    return torch.isfinite(flat).all(1) & (flat.amax(1) > flat.amin(1))
+
+
+def exactly(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Without autocast: a memory of bfloat16 would forget small changes."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
