@@ -52,12 +52,13 @@ def _learning_rate(record: Record) -> Cells:
 
 
 def _alpha_shift(record: Record) -> Cells:
-    row, sizes = record["value"], record.get("dynamic_batch")
+    row, sizes = record["value"], record.get("group_sizes")
     if record.get("epochs") == 0:
         row = "the prior itself"
     elif "lambda_" in record:
         row += f", λ = {record['lambda_']:g}"
-    row += f", batches of {sizes[0]} to {sizes[1]}" if sizes else ""
+    row += ", one alpha a layer" if record.get("granularity") == "layer" else ""
+    row += f", in groups of {sizes[0]} to {sizes[-1]}" if sizes else ""
     return _by_batch_size(record, row)
 
 
@@ -74,9 +75,10 @@ CHOICES = (
         "How alpha is fitted to few large images",
         "alpha_shift",
         "Alpha fitted on every other source image under a shift, with a strength of the "
-        "regulariser; errors, or what masks lack of overlapping (100 - mIoU), on the others in "
-        "simulated domains (`choose_alpha_shift.py`). Constants, and the prior itself, are there "
-        "for comparison.",
+        "regulariser, and for ImageNet with one alpha for all channels of a layer and in groups "
+        "of several sizes; errors, or what masks lack of overlapping (100 - mIoU), on the others "
+        "in simulated domains (`choose_alpha_shift.py`). Constants, and the prior itself, are "
+        "there for comparison.",
         _alpha_shift,
         by_column=True,
         networks=("mobilenet_v2", "efficientnet_lite0", "deeplab-camvid"),

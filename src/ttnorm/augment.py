@@ -27,6 +27,7 @@ Per = Literal["batch", "image"]
 PRIOR_PARTS = ("jitter", "grayscale", "invert")
 DOMAIN_PARTS = ("jitter", "affine", "blur", "flip")
 INVERT = 0.1  # the probability of that: benchmarks/choose_prior_shift.py
+BLUR = 0.5  # the largest sigma, in pixels of images of 32
 
 
 class Drawn:
@@ -78,7 +79,7 @@ def prior_shift(
         images = _jitter(images, draw, (0.6, 1.4), (0.6, 1.4), (0.6, 1.4), 0.1)
     images = _grayscale_and_invert(images, draw, parts, invert)
     if "blur" in parts:
-        images = _blur(images, draw.uniform(0.001, 0.5))
+        images = _blur(images, draw.uniform(0.001, BLUR))
     return _flip(images, generator) if "flip" in parts else images
 
 
@@ -88,13 +89,14 @@ def domain_shift(
     *,
     parts: Sequence[str] = DOMAIN_PARTS,
     per: Per = "batch",
+    blur: float = BLUR,
     check: bool = True,
 ) -> Tensor:
     """CoTTA's augmentation without its noise: the shift alpha is optimised under.
 
     Jitter: brightness 0.6-1.4, contrast 0.7-1.3, saturation 0.5-1.5, hue +-0.06 turns, gamma
     0.7-1.3. Affine, in an image padded by half its size with its own edge: rotation +-15 degrees, a
-    move of up to 1/16 of the padded size, scale 0.9-1.1. Blur: 5 x 5, Gaussian, sigma 0.001-0.5.
+    move of up to 1/16 of the padded size, scale 0.9-1.1. Blur: Gaussian, sigma 0.001-0.5, in 5 x 5.
     Flip: horizontal, with probability 0.5, drawn for every image whatever `per` says.
 
     Args:
@@ -103,6 +105,7 @@ def domain_shift(
         parts: of "jitter", "affine", "blur" and "flip", those to do; "grayscale" and "invert", as
             in `prior_shift`, come after the jitter where they are asked for.
         per: a test batch is one domain, so by default the batch draws one shift.
+        blur: the largest sigma; half a pixel is nothing in images that are larger than 32.
         check: see `prior_shift`.
 
     Example:
@@ -119,7 +122,7 @@ def domain_shift(
     if "affine" in parts:
         images = _affine(images, draw)
     if "blur" in parts:
-        images = _blur(images, draw.uniform(0.001, 0.5))
+        images = _blur(images, draw.uniform(0.001, blur), blur)
     if "flip" in parts:
         images = _flip(images, generator)
     return images.clamp(0, 1)
@@ -235,14 +238,20 @@ def _jitter(
     return enhance.adjust_hue(images, draw.uniform(-hue, hue) * 2 * math.pi)
 
 
-def _blur(images: Tensor, sigma: Tensor) -> Tensor:
-    """5 x 5 Gaussian blur, the edge repeated; kornia's would have a GPU waited for."""
-    n, channels, height, _ = images.shape
-    taps = torch.arange(-2, 3, device=images.device, dtype=images.dtype)
+def _blur(images: Tensor, sigma: Tensor, most: float = BLUR) -> Tensor:
+    """Gaussian blur, the edge repeated; kornia's would have a GPU waited for.
+
+    Args:
+        sigma: of every image.
+        most: the largest it can be; weights go three times as far, 5 x 5 for half a pixel.
+    """
+    reach, planes = math.ceil(3 * most), images.shape[0] * images.shape[1]
+    taps = torch.arange(-reach, reach + 1, device=images.device, dtype=images.dtype)
     line = torch.softmax(-taps.square() / (2 * sigma[:, None].square()), 1)
-    square = (line[:, :, None] * line[:, None, :]).repeat_interleave(channels, 0)
-    padded = F.pad(images, (2, 2, 2, 2), mode="replicate").reshape(1, n * channels, height + 4, -1)
-    return F.conv2d(padded, square[:, None], groups=n * channels).reshape(images.shape)
+    line = line.repeat_interleave(images.shape[1], 0)[:, None]
+    x = F.pad(images, (reach,) * 4, mode="replicate").flatten(0, 1)[None]
+    x = F.conv2d(x, line[..., None], groups=planes)
+    return F.conv2d(x, line[:, :, None], groups=planes).reshape(images.shape)
 
 
 class _Draw:

@@ -6,6 +6,7 @@ are one operation each, and every granularity is a shorter vector that is expand
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -32,7 +33,7 @@ from .distributed import rank, world_size
 from .layers import TTNormBase
 from .progress import Progress
 from .reproducible import reproducible
-from .surgery import device_of
+from .surgery import device_of, isolated
 
 if TYPE_CHECKING:
     from .posttrain import PostTrainConfig
@@ -112,12 +113,15 @@ class Fit:
         self.lr = torch.tensor(config.lr, device=self.device)
         lr = self.lr if self.recorded else config.lr
         self.optimiser = torch.optim.Adam([self.network.theta], lr=lr, capturable=self.recorded)
-        self.descend: Callable[..., Tensor] = self._descend
-        self.shift_and_descend: Callable[..., Tensor] = self._shift_and_descend
-        if self.recorded:
-            most = 200 if config.dynamic_batch else 8  # a graph for every batch size that is drawn
-            self.descend = Repeated(self._descend, most=most)
-            self.shift_and_descend = Repeated(self._shift_and_descend, most=most)
+        # a graph for every size of groups, and below for every batch size that is drawn
+        sizes = config.group_sizes or (None,)
+        self.descend = {size: self._repeated(self._descend) for size in sizes}
+        self.shift_and_descend = {size: self._repeated(self._shift_and_descend) for size in sizes}
+
+    def _repeated(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if not self.recorded:
+            return step
+        return Repeated(step, most=200 if self.config.dynamic_batch else 8)
 
     def _initialise(self, theta: Tensor) -> None:
         init = self.config.init
@@ -148,8 +152,8 @@ class Fit:
             if checkpoint is not None and rank() == 0:
                 write_atomically(checkpoint, *self.checkpoint(identity))
         progress.close()
-        # graphs hold memory of their own
-        self.descend, self.shift_and_descend = self._descend, self._shift_and_descend
+        self.descend.clear()  # graphs hold memory of their own
+        self.shift_and_descend.clear()
 
     def epoch(self, loader: Loader, generator: Generator, progress: Progress) -> None:
         done, started = len(self.history), time.monotonic()
@@ -192,12 +196,17 @@ class Fit:
             low, high = (min(size, len(x)) for size in config.dynamic_batch)
             size = int(torch.randint(low, high + 1, (), generator=generator))
             x, y = x[:size], y[:size]
-        if not config.ce:
-            return self.descend(None, y)
-        numbers = self._numbers(x, generator) if self.recorded and not check else None
-        if numbers is not None:
-            return self.shift_and_descend(x, y, numbers)
-        return self.descend(self.shift(x, generator=generator, check=check), y)
+        group: int | None = None
+        if config.group_sizes:
+            index = torch.randint(len(config.group_sizes), (), generator=generator)
+            group = config.group_sizes[int(index)]
+        with isolated(self.network.model, group) if group else contextlib.nullcontext():
+            if not config.ce:
+                return self.descend[group](None, y)
+            numbers = self._numbers(x, generator) if self.recorded and not check else None
+            if numbers is not None:
+                return self.shift_and_descend[group](x, y, numbers)
+            return self.descend[group](self.shift(x, generator=generator, check=check), y)
 
     def _numbers(self, x: Tensor, generator: Generator) -> Tensor | None:
         """What the shift will draw, for a step that is recorded as a whole; None if unknown."""

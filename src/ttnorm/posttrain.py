@@ -51,6 +51,9 @@ class PostTrainConfig:
         average: average the optimised alpha afterwards over each layer, or over everything.
         dynamic_batch: draw every step's batch size from this range, both ends included, and use
             that many samples of the loader's batch; the paper's variant is (4, 200).
+        group_sizes: cut every step's batch into groups of a size that is drawn from these, each
+            normalised on its own, as smaller test batches are; no sample is left out. Groups are
+            not shared between ranks.
         shift: one per batch, as a test batch is one domain, or one per image. Says nothing about
             an augmentation of your own.
         early_stop: stop when the MSE's relative change stays below this for `patience` epochs.
@@ -72,6 +75,7 @@ class PostTrainConfig:
     granularity: Literal["channel", "layer", "constant"] = "channel"
     average: Literal["layer", "constant"] | None = None
     dynamic_batch: tuple[int, int] | None = None
+    group_sizes: tuple[int, ...] | None = None
     shift: Per = "batch"
     early_stop: float | None = None
     patience: int = 3
@@ -95,6 +99,8 @@ class PostTrainConfig:
             )
         if self.dynamic_batch and not 1 <= self.dynamic_batch[0] <= self.dynamic_batch[1]:
             raise ValueError(f"dynamic_batch is {self.dynamic_batch}, expected (low, high).")
+        if self.group_sizes is not None and not (self.group_sizes and min(self.group_sizes) >= 1):
+            raise ValueError(f"group_sizes is {self.group_sizes}, expected sizes of at least 1.")
         if self.lr <= 0:
             raise ValueError(f"lr is {self.lr}, expected a positive number.")
         least = {"epochs": 0, "lambda_": 0, "patience": 1, "prior_samples": 1, "steps_per_epoch": 1}

@@ -74,6 +74,8 @@ def test_the_blur_is_that_of_kornia():
     sigma = torch.tensor([0.001, 0.1, 0.3, 0.5], dtype=torch.float64)
     expected = gaussian_blur2d(images, (5, 5), sigma[:, None].expand(-1, 2), "replicate")
     assert torch.allclose(_blur(images, sigma), expected, atol=1e-12)
+    expected = gaussian_blur2d(images, (25, 25), 8 * sigma[:, None].expand(-1, 2), "replicate")
+    assert torch.allclose(_blur(images, 8 * sigma, 4.0), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("shift", SHIFTS)

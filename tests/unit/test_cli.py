@@ -83,10 +83,10 @@ def test_post_train_equals_the_library_call(alpha_file):
 def test_post_train_takes_every_option(project):
     options = (
         "--epochs 1 --lr 0.01 --schedule constant --init 0.3 --ce --mse --lambda 0.1 "
-        "--granularity layer --average constant --dynamic-batch 2 8 --shift image "
-        "--early-stop 0.01 --patience 2 --steps-per-epoch 2 --amp bfloat16 --no-sync-statistics "
-        "--prior-samples 8 --seed 3 --loss mine:loss --mean 0.5,0.5,0.5 --std 0.5,0.5,0.5 "
-        "--checkpoint run.safetensors --device cpu"
+        "--granularity layer --average constant --dynamic-batch 2 8 --group-sizes 1,4 "
+        "--shift image --early-stop 0.01 --patience 2 --steps-per-epoch 2 --amp bfloat16 "
+        "--no-sync-statistics --prior-samples 8 --seed 3 --loss mine:loss --mean 0.5,0.5,0.5 "
+        "--std 0.5,0.5,0.5 --checkpoint run.safetensors --device cpu"
     )
     result = run(
         "post-train", "mine:network", "mine:normalised", "out.safetensors", *options.split()
@@ -97,6 +97,7 @@ def test_post_train_takes_every_option(project):
     left = {name for name, value in defaults.items() if config[name] == value}
     assert left == {"ce", "mse"}  # given, but as they are anyway
     assert config["dynamic_batch"] == [2, 8]
+    assert config["group_sizes"] == [1, 4]
     assert config["init"] == 0.3
     assert (project / "run.safetensors").exists()
 

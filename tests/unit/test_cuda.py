@@ -212,7 +212,8 @@ def test_what_cannot_be_recorded_is_called():
     assert not repeated.recorded
 
 
-def test_recorded_post_training_gives_the_alpha_of_plain_steps(monkeypatch):
+@pytest.mark.parametrize(("groups", "graphs"), [(None, 1), ((4, 24), 2)])
+def test_recorded_post_training_gives_the_alpha_of_plain_steps(groups, graphs, monkeypatch):
     g = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (240, 3, 16, 16), generator=g, dtype=torch.uint8).cuda()
     labels = torch.randint(4, (240,), generator=g).cuda()
@@ -228,9 +229,9 @@ def test_recorded_post_training_gives_the_alpha_of_plain_steps(monkeypatch):
         if not record:
             monkeypatch.setattr("ttnorm.fitting.Repeated", lambda function, most: function)
         loader = DeviceLoader(images, labels, 24)
-        config = ttnorm.PostTrainConfig(epochs=3, lr=0.02)
+        config = ttnorm.PostTrainConfig(epochs=3, lr=0.02, group_sizes=groups)
         results.append(ttnorm.post_train_(_network(), loader, config).alpha)
-    assert sum(len(repeated.recorded) for repeated in made) == 1  # the shift is part of it
+    assert sum(len(repeated.recorded) for repeated in made) == graphs  # the shift is part of them
     for name, alpha in results[0].items():
         assert torch.allclose(alpha, results[1][name], atol=2e-3)
 

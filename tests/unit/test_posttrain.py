@@ -186,6 +186,39 @@ class TestLoop:
         assert max(sizes) > 25
         assert all(4 <= size <= 30 for size in sizes)
 
+    def test_groups_are_normalised_on_their_own(self, small_network, prior):
+        """A step in groups has the loss of so many small batches."""
+        light = torch.tensor([0.1, 0.5, 1.0]).repeat_interleave(4)[:, None, None, None]
+        x, y = light * torch.rand(12, 3, 12, 12), torch.randint(4, (12,))
+        found = {}
+        small = list(zip(x.split(4), y.split(4), strict=True))
+        for sizes, batches in (((4,), [(x, y)]), (None, small), ((12,), [(x, y)])):
+            config = PostTrainConfig(epochs=1, group_sizes=sizes, lr=1e-9)
+            result = optimise_alpha(
+                small_network, batches, prior, config, augment=lambda images, _: images
+            )
+            found[sizes] = result.history[0]["ce"]
+        assert found[4,] == pytest.approx(found[None], rel=1e-5)
+        assert found[12,] != pytest.approx(found[None], rel=1e-3)
+
+    def test_group_sizes_are_drawn_and_leave_no_sample_out(self, small_network, prior):
+        seen, sizes = [], set()
+
+        def count(images, generator):
+            seen.append(len(images))
+            return images
+
+        def note(module, args):
+            sizes.update(layer.group_size for layer in ttnorm.surgery.ttn_layers(module).values())
+
+        small_network.register_forward_pre_hook(note)
+        x, y = torch.rand(60, 3, 12, 12), torch.randint(4, (60,))
+        loader = DataLoader(TensorDataset(x, y), batch_size=30)
+        config = PostTrainConfig(epochs=10, group_sizes=(1, 7, 64))
+        optimise_alpha(small_network, loader, prior, config, augment=count)
+        assert set(seen) == {30}
+        assert sizes == {1, 7, 64}
+
     def test_the_shift_is_drawn_per_batch_or_per_image(self, small_network, prior):
         image = torch.rand(1, 3, 12, 12).expand(10, -1, -1, -1)
         seen = []
@@ -519,6 +552,8 @@ class TestConfigErrors:
             ("shift", "pixel"),
             ("amp", "int8"),
             ("dynamic_batch", (200, 4)),
+            ("group_sizes", ()),
+            ("group_sizes", (4, 0)),
             ("epochs", -1),
             ("lr", 0.0),
             ("patience", 0),

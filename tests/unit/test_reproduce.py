@@ -49,11 +49,11 @@ def test_true_corruptions_are_thirty_post_trainings():
     assert all(len(part.jobs) == 1 for part in found)
 
 
-def test_images_are_divided_among_streams_only_where_a_norm_has_them():
+def test_images_are_divided_among_streams_only_where_a_norm_has_them_and_domains_mix():
     jobs = [job for part in parts(EXPERIMENTS["streams"], seeds=3) for job in part.jobs]
     divided = {(job.norm, job.scenario) for job in jobs if job.streams == 10}
-    norms = ("ttn-stream", "ttn-corrected", "ttn-balanced", "ttn-pool", "ema")
-    assert divided == {(norm, scenario) for norm in norms for scenario in ("continual", "mixed")}
+    norms = ("ttn-stream", "ttn-pool", "ema")
+    assert divided == {(norm, "mixed") for norm in norms}
     assert {job.batch_size for job in jobs if job.streams == 10} == {4, 2, 1}
 
 

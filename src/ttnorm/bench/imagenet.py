@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from ..augment import domain_shift, prior_shift
+from ..augment import BLUR, DOMAIN_PARTS, PRIOR_PARTS, Augment, domain_shift, prior_shift
 from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.imagenet import CLASSES, MOST, load_imagenet, split_folder
 from ..data.images import Images
@@ -20,7 +21,14 @@ from .variants import SEVERITY, Source
 
 BATCH_SIZE = 64  # the paper's for post-training
 RATE = 2.5e-4  # likewise, for 30 epochs of 64,000 images
-RATE_OF_FEW = 4e-3  # with fewer images there are fewer steps: benchmarks/choose_alpha_shift.py
+# With fewer images there are fewer steps, too few for one alpha a channel, and all batch sizes have
+# to be seen: benchmarks/choose_alpha_shift.py
+FEW: dict[str, Any] = {"lr": 1e-2, "granularity": "layer", "group_sizes": (1, 2, 4, 16, 64)}
+
+
+def wide_shift(size: int) -> Augment:
+    """CIFAR's shift, blurred in proportion to the images' size, with the prior's shift in it."""
+    return partial(domain_shift, parts=(*DOMAIN_PARTS, *PRIOR_PARTS[1:]), blur=BLUR * size / 32)
 
 
 class ImageNetBench:
@@ -67,13 +75,14 @@ class ImageNetBench:
     def _source(self) -> Source:
         train = self._images("source", self.setup.scale.train or MOST)
         few = len(train.labels) < MOST
+        shift = wide_shift(self.preprocessing.crop) if few else partial(prior_shift, per="batch")
         return Source(
             lambda: Images(*(t.to(self.setup.device) for t in train)),
             epochs=self.setup.scale.epochs,
             batch_size=min(BATCH_SIZE, len(train.labels)),
-            config={"lr": RATE_OF_FEW if few else RATE},
+            config=FEW if few else {"lr": RATE},
             # for ImageNet the paper has one augmentation for both the prior and alpha
-            augment=domain_shift if few else partial(prior_shift, per="batch"),
+            augment=shift,
         )
 
     def tests(self, clean: bool) -> list[Domains]:

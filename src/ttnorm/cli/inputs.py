@@ -168,6 +168,13 @@ def floats(text: str) -> list[float] | None:
     return [number("--mean or --std", part) for part in text.split(",")] if text else None
 
 
+def sizes(option: str, text: str) -> tuple[int, ...]:
+    parts = text.split(",") if text else []
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"{option} is {text!r}, expected whole numbers, as in 1,4,16,64.")
+    return tuple(int(part) for part in parts)
+
+
 def number(option: str, text: str) -> float:
     try:
         return float(text)

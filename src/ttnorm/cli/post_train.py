@@ -61,6 +61,12 @@ def post_train(
     dynamic_batch: Annotated[
         tuple[int, int] | None, typer.Option(help="Draw batch sizes from a range, e.g. 4 200.")
     ] = None,
+    group_sizes: Annotated[
+        str,
+        typer.Option(
+            help="Normalise batches in groups of a size that is drawn, e.g. from 1,4,16,64."
+        ),
+    ] = "",
     shift: Annotated[
         str, typer.Option(help="One simulated shift per batch or per image.")
     ] = "batch",
@@ -89,6 +95,7 @@ def post_train(
     options = {f.name: given[f.name] for f in dataclasses.fields(posttrain.PostTrainConfig)}
     if init not in ("prior", "random"):
         options["init"] = inputs.number("--init", init)
+    options["group_sizes"] = inputs.sizes("--group-sizes", group_sizes) or None
     config = posttrain.PostTrainConfig(**options)
     for path in (output, checkpoint):
         inputs.check_writable(path)
