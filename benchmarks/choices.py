@@ -84,6 +84,14 @@ CHOICES = (
         networks=("mobilenet_v2", "efficientnet_lite0", "deeplab-camvid"),
     ),
     Choice(
+        "How many samples the source counts for beside a small batch",
+        "count",
+        "The shipped alpha times B / (B + that number), errors on 400 training images in six "
+        "simulated domains (`choose_count.py --images 400`). 0 is plain TTN.",
+        lambda r: _by_batch_size(r, f"{r['value']:g}"),
+        by_column=True,
+    ),
+    Choice(
         "How strongly SWR holds parameters",
         "swr_strength",
         "While adapting to 10,000 training images under each of three simulated shifts, with batch "

@@ -26,8 +26,10 @@ TITLES = {
     "fold_cost": "Folding",
     "stream_cost": "A stream",
 }
-
-
+NOTES = {
+    "resnet50_cost.cuda-x2": "Two processes under torchrun that share one GPU, over gloo: it shows "
+    "that it works, and not how fast it can be.",
+}
 COLOURS = ("#009e73", "#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")  # for all eyes
 
 
@@ -43,6 +45,8 @@ def main() -> None:
             records = json.loads(path.read_text())
             cases = _by_case(records)
             parts.append(f"## {title}, {records[0]['device']}")
+            if path.stem in NOTES:
+                parts.append(NOTES[path.stem])
             picture = DOCS / "performance" / f"{path.stem}.svg"
             _dots(cases, picture)
             parts.append(f"![ratios](performance/{picture.name})")

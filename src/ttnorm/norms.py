@@ -94,6 +94,16 @@ def ttn(
     return model
 
 
+def ttn_counted(
+    model: nn.Module, batch_size: int, alpha_file: AlphaPath | None, *, source: float
+) -> nn.Module:
+    """alpha * B / (B + source): the fewer samples there are, the less their statistics say.
+
+    As in a stream, the source counts for so many samples beside the batch's.
+    """
+    return ttn(model, batch_size, alpha_file, scale=batch_size / (batch_size + source))
+
+
 def ttn_stream(
     model: nn.Module, batch_size: int, alpha_file: AlphaPath | None, **options: Any
 ) -> nn.Module:
@@ -130,6 +140,8 @@ NORMS: dict[str, Norm] = {
     "ema": Norm(function=exponential_average, options={"momentum": 0.05}, remembers=True),
     "ttn": Norm(function=ttn, alpha_file="ttn"),
     "ttn-scaled": Norm(function=ttn, options={"scale": 0.4}, alpha_file="ttn"),
+    # benchmarks/choose_count.py
+    "ttn-counted": Norm(function=ttn_counted, options={"source": 2.0}, alpha_file="ttn"),
     "ttn-dynamic": Norm(function=ttn, alpha_file="dynamic"),
     **{
         name: Norm(

@@ -59,6 +59,15 @@ def test_scaled_is_a_fraction_of_alpha(tmp_path):
     assert torch.allclose(scaled, 0.4 * whole)
 
 
+@pytest.mark.parametrize(("size", "share"), [(200, 200 / 202), (2, 1 / 2), (1, 1 / 3)])
+def test_counted_trusts_small_batches_less(size, share, tmp_path):
+    file = small_network.tested(tmp_path).alpha_files["ttn"]
+    whole, counted = (
+        alpha_of(name, batch_size=size, alpha_file=file) for name in ("ttn", "ttn-counted")
+    )
+    assert torch.allclose(counted, share * whole)
+
+
 @pytest.mark.parametrize("name", ["ttm", "constant-", "constant-x", "constant-1.5"])
 def test_an_unknown_name_lists_the_choices(name):
     with pytest.raises(ValueError, match=r"expected|there are source, tbn"):

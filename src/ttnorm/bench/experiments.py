@@ -109,6 +109,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         rows=(
             ("ttn", "none"),
             ("ttn-scaled", "none"),
+            ("ttn-counted", "none"),
             ("ttn-dynamic", "none"),
             ("ttn", "ttn-online"),
         ),

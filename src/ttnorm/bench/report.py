@@ -28,7 +28,7 @@ TITLES = {
     "source": "Source: the clean test set",
 }
 # A figure shows what the paper compares, and another one what small batches can be met with
-ONLY_IN_TABLES = ("ttn-scaled", "ttn-dynamic", "ttn-balanced", "ttn-corrected")
+ONLY_IN_TABLES = ("ttn-scaled", "ttn-counted", "ttn-dynamic", "ttn-balanced", "ttn-corrected")
 STREAMS = ("ema", "ttn-pool", "ttn-stream")
 STREAM_AND_OTHERS = ("source", "adaptive-bn", "ttn", *STREAMS)
 

@@ -26,6 +26,7 @@ NAMES = {
     "ema": "EMA",
     "ttn": "TTN",
     "ttn-scaled": "TTN (scaled)",
+    "ttn-counted": "TTN (by batch size)",
     "ttn-dynamic": "TTN (dynamic)",
     "ttn-stream": "TTN (stream)",
     "ttn-corrected": "TTN (stream, one domain)",

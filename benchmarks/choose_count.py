@@ -1,0 +1,64 @@
+"""How many samples the source counts for in `ttn-counted`, decided on source data alone.
+
+python benchmarks/choose_count.py CIFAR_FOLDER [--network wrn40_2-cifar10] [--device cuda]
+
+Alpha is fitted in large batches, and tiny ones say less than it takes them to: B / (B + source) of
+it is left. For each number: errors of the shipped alpha on held-out training images in six
+simulated domains (source_data.py) at every batch size. 0 is plain TTN. No test image and no
+corruption that is scored is looked at.
+"""
+
+from __future__ import annotations
+
+import measure
+import torch
+from source_data import held_out, simulated
+from torch import Tensor, nn
+
+import ttnorm
+from ttnorm.models import zoo
+from ttnorm.norms import ttn_counted
+
+SOURCE = (0.0, 1.0, 2.0, 4.0, 8.0)
+BATCH_SIZES = (200, 64, 16, 4, 2, 1)
+
+
+def main() -> None:
+    args = measure.source_data_parser(__doc__, images=1000).parse_args()
+    _, images, labels = held_out(args)
+    domains = simulated(images)
+    alpha_file = zoo.alpha_files(args.network)["ttn"]
+    records = []
+    for source in SOURCE:
+        errors: dict[str, dict[int, float]] = {name: {} for name in domains}
+        for size in BATCH_SIZES:
+            model = zoo.load(args.network, args.device)
+            ttn_counted(model, size, alpha_file, source=source)
+            for name, x in domains.items():
+                errors[name][size] = _error(model, x, labels, size)
+        every = [error for by_size in errors.values() for error in by_size.values()]
+        records.append(
+            {
+                "choice": "ttn-counted, source",
+                "value": source,
+                "network": args.network,
+                "images": args.images,
+                "error by batch size": errors,
+                "mean error": sum(every) / len(every),
+                "device": measure.device_name(args.device),
+            }
+        )
+        print(records[-1], flush=True)
+    measure.keep(f"count.{args.network}", records)
+
+
+@torch.no_grad()
+def _error(model: nn.Module, images: Tensor, labels: Tensor, size: int) -> float:
+    """Percent wrong."""
+    with ttnorm.isolated(model, size):
+        predicted = torch.cat([model(x).argmax(1) for x in images.split(200)])
+    return 100 * (predicted != labels).double().mean().item()
+
+
+if __name__ == "__main__":
+    main()
