@@ -26,9 +26,9 @@ from source_data import for_validation, simulated
 from torch import Tensor, nn
 
 import ttnorm
-from ttnorm.augment import DOMAIN_PARTS, PRIOR_PARTS, Augment
+from ttnorm.augment import BLUR, DOMAIN_PARTS, PRIOR_PARTS, Augment
 from ttnorm.bench.camvid import PARTS, CamvidBench
-from ttnorm.bench.imagenet import ImageNetBench, wide_shift
+from ttnorm.bench.imagenet import SHIFT_OF_FEW, ImageNetBench
 from ttnorm.bench.job import classes_of
 from ttnorm.bench.scores import score
 from ttnorm.bench.subject import FULL, Setup
@@ -39,14 +39,14 @@ PRIOR_SHIFT = partial(ttnorm.prior_shift, per="batch")
 SHIFTS: dict[str, dict[str, Augment]] = {
     "imagenet": {
         "prior shift": PRIOR_SHIFT,
-        "domain shift": ttnorm.domain_shift,
-        "both": partial(ttnorm.domain_shift, parts=(*DOMAIN_PARTS, *PRIOR_PARTS[1:])),
-        "both, wide blur": wide_shift(224),
+        "domain shift": partial(ttnorm.domain_shift, blur=BLUR),
+        "both": partial(ttnorm.domain_shift, parts=(*DOMAIN_PARTS, *PRIOR_PARTS[1:]), blur=BLUR),
+        "both, wide blur": SHIFT_OF_FEW,
     },
     "camvid": {
         "prior shift": PRIOR_SHIFT,
-        "domain shift": partial(ttnorm.domain_shift, parts=PARTS),
-        "both": partial(ttnorm.domain_shift, parts=(*PARTS, *PRIOR_PARTS[1:])),
+        "domain shift": partial(ttnorm.domain_shift, parts=PARTS, blur=BLUR),
+        "both": partial(ttnorm.domain_shift, parts=(*PARTS, *PRIOR_PARTS[1:]), blur=BLUR),
     },
 }
 GROUPS = (1, 2, 4, 16, 64)

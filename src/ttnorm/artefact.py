@@ -52,7 +52,9 @@ class AlphaFile(NamedTuple):
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the model's alphas, and nothing else of it, to a safetensors file.
+    """Write the model's alphas, and what streams have to know of the source, to a safetensors file.
+
+    None of its weights are in it.
 
     Args:
         model: a converted network.
@@ -70,7 +72,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     for attribute, (prefix, _) in KNOWN.items():
         known = unwrap(model).__dict__.get(attribute)
         if known is not None:
-            tensors |= {f"{prefix}{k}": t.half().cpu() for k, t in known._asdict().items()}
+            parts = {f"{prefix}{k}": t.half().cpu() for k, t in known._asdict().items()}
+            _check_finite(parts, "The model")
+            tensors |= parts
     metadata = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -134,6 +138,7 @@ def _read_checked(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict
             f"{path} is damaged: its content does not match its checksum. Copy it anew."
         )
     _check_values(_alphas_of(tensors, metadata), path)
+    _check_finite(tensors, path)
     return tensors, metadata
 
 
@@ -217,6 +222,15 @@ def _check_values(tensors: Mapping[str, Tensor], where: object) -> None:
     for name, alpha in tensors.items():
         if not bool(((alpha >= 0) & (alpha <= 1)).all()):  # NaN is neither
             raise ValueError(f"{where}: alpha for {name!r} has values outside [0, 1] or NaN.")
+
+
+def _check_finite(tensors: Mapping[str, Tensor], where: object) -> None:
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(
+                f"{where}: {name}, which streams need, has values that are not finite. Post-train "
+                "the network again."
+            )
 
 
 def _check_fingerprint(

@@ -27,7 +27,7 @@ Per = Literal["batch", "image"]
 PRIOR_PARTS = ("jitter", "grayscale", "invert")
 DOMAIN_PARTS = ("jitter", "affine", "blur", "flip")
 INVERT = 0.1  # the probability of that: benchmarks/choose_prior_shift.py
-BLUR = 0.5  # the largest sigma, in pixels of images of 32
+BLUR = 0.5  # the largest sigma, in pixels, of images of 32
 
 
 class Drawn:
@@ -89,14 +89,15 @@ def domain_shift(
     *,
     parts: Sequence[str] = DOMAIN_PARTS,
     per: Per = "batch",
-    blur: float = BLUR,
+    blur: float | None = None,
     check: bool = True,
 ) -> Tensor:
     """CoTTA's augmentation without its noise: the shift alpha is optimised under.
 
     Jitter: brightness 0.6-1.4, contrast 0.7-1.3, saturation 0.5-1.5, hue +-0.06 turns, gamma
     0.7-1.3. Affine, in an image padded by half its size with its own edge: rotation +-15 degrees, a
-    move of up to 1/16 of the padded size, scale 0.9-1.1. Blur: Gaussian, sigma 0.001-0.5, in 5 x 5.
+    move of up to 1/16 of the padded size, scale 0.9-1.1. Blur: Gaussian, sigma up to 1/64 of the
+    shorter side, which is half a pixel of CIFAR's 32, and weights three times as far.
     Flip: horizontal, with probability 0.5, drawn for every image whatever `per` says.
 
     Args:
@@ -105,7 +106,7 @@ def domain_shift(
         parts: of "jitter", "affine", "blur" and "flip", those to do; "grayscale" and "invert", as
             in `prior_shift`, come after the jitter where they are asked for.
         per: a test batch is one domain, so by default the batch draws one shift.
-        blur: the largest sigma; half a pixel is nothing in images that are larger than 32.
+        blur: the largest sigma in pixels, if it is to be another.
         check: see `prior_shift`.
 
     Example:
@@ -122,7 +123,10 @@ def domain_shift(
     if "affine" in parts:
         images = _affine(images, draw)
     if "blur" in parts:
-        images = _blur(images, draw.uniform(0.001, blur), blur)
+        most = BLUR * min(images.shape[-2:]) / 32 if blur is None else blur
+        if most <= 0:
+            raise ValueError(f"blur is {blur}, expected a positive number of pixels.")
+        images = _blur(images, draw.uniform(0.001, most), most)
     if "flip" in parts:
         images = _flip(images, generator)
     return images.clamp(0, 1)
@@ -163,10 +167,9 @@ def _flip(images: Tensor, generator: Generator | Drawn | None) -> Tensor:
 
 def moves_pixels(augment: Augment) -> bool:
     """Whether it is a shift of ours that moves pixels, and would have to move their labels too."""
-    if _function(augment) is not domain_shift:
-        return False
+    defaults = {domain_shift: DOMAIN_PARTS, prior_shift: PRIOR_PARTS}.get(_function(augment), ())
     parts = augment.keywords.get("parts") if isinstance(augment, partial) else None
-    return bool({"affine", "flip"} & set(DOMAIN_PARTS if parts is None else parts))
+    return bool(defaults) and bool({"affine", "flip"} & set(defaults if parts is None else parts))
 
 
 def numbers_drawn(augment: Augment, samples: int, channels: int) -> int | None:

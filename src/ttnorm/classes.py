@@ -55,7 +55,7 @@ def sum_up(mean: Tensor, var: Tensor, labels: Tensor, number: int) -> Sums:
         number: of classes, K.
     """
     x = torch.cat((mean, var.clamp_min(SMALLEST).log()), 1).double()
-    member = F.one_hot(labels, number).to(x)
+    member = F.one_hot(labels.long(), number).to(x)
     return Sums(member.sum(0), member.T @ x, x.square().sum(0))
 
 

@@ -50,6 +50,7 @@ def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
                     "Export with stream_(model, memory='corrected')."
                 )
             remembering = copy.deepcopy(model)
+            stream_of(remembering).start_anew()  # a graph has one stream, in the first row
             remembering(example)  # how many classes there are, and with that the state's shape
             stream_of(model).use_cells(stream_of(remembering).cells)
             state = tuple(stream_state(remembering).values())

@@ -346,7 +346,8 @@ def _sample_moments(x: Tensor) -> Moments:
     """Moments of every sample on its own, (N, C)."""
     dtype = native.moment_dtype(x)
     if x.dim() == 2:
-        return x.to(dtype), torch.zeros_like(x, dtype=dtype)
+        # a copy, for a network may change x in place before a memory takes its moments
+        return x.to(dtype, copy=True), torch.zeros_like(x, dtype=dtype)
     if not (x.is_cpu and native.usable(x)):
         var, mean = torch.var_mean(x.to(dtype), list(range(2, x.dim())), correction=0)
         return mean, var

@@ -48,6 +48,8 @@ def fuse(model: nn.Module) -> fx.GraphModule:
             continue
         target = str(norm.target)
         name = f"{target.replace('.', '_')}_relu"
+        while name in modules:
+            name += "_"
         fused.add_submodule(name, NormRelu(modules[target]))
         inputs = (norm.all_input_nodes[0], *([] if residual is None else [residual]))
         with graph.inserting_before(relu):

@@ -75,7 +75,10 @@ class Stream(StreamRows):
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward: what its layers will mix in."""
-        x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim())
+        given = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim())
+        x = next(given, None)
+        if x is None:
+            raise ValueError("The network was called without a tensor; a stream is one of batches.")
         if x.device != self.source_mean.device:
             self.to(x.device)
         if self.waiting:

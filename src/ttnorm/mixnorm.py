@@ -71,6 +71,8 @@ class _Stream:
 
     def standardise(self, x: Tensor) -> Tensor:
         """x holds the samples, then their mirror images in the same order."""
+        if not len(x):
+            return x
         (mean, mirror_mean), (var, mirror_var) = (m.chunk(2) for m in batch_moments(x, 1))
         local_mean = (mean + mirror_mean) / 2
         local_var = (var + mirror_var) / 2 + ((mean - mirror_mean) / 2).square()

@@ -23,7 +23,7 @@ from torch import nn
 from . import artefact
 from .mixnorm import MixNorm
 from .stream import stream_
-from .surgery import alphas, convert_
+from .surgery import alphas, config_of, convert_, remember_config
 
 AlphaPath = str | os.PathLike[str]
 
@@ -89,8 +89,10 @@ def ttn(
     if alpha_file is None:
         raise ValueError("This norm needs an alpha file: ttnorm.post_train_ and ttnorm.save.")
     artefact.load_(model, alpha_file)
-    for alpha in alphas(model).values():
-        alpha.mul_(scale)
+    if scale != 1:
+        for alpha in alphas(model).values():
+            alpha.mul_(scale)
+        remember_config(model, (config_of(model) or {}) | {"scale": scale})
     return model
 
 

@@ -99,8 +99,11 @@ class PostTrainConfig:
             )
         if self.dynamic_batch and not 1 <= self.dynamic_batch[0] <= self.dynamic_batch[1]:
             raise ValueError(f"dynamic_batch is {self.dynamic_batch}, expected (low, high).")
-        if self.group_sizes is not None and not (self.group_sizes and min(self.group_sizes) >= 1):
-            raise ValueError(f"group_sizes is {self.group_sizes}, expected sizes of at least 1.")
+        if self.group_sizes is not None and not _are_sizes(self.group_sizes):
+            raise ValueError(
+                f"group_sizes is {self.group_sizes!r}, expected whole numbers of at least 1, as in "
+                "(1, 4, 16)."
+            )
         if self.lr <= 0:
             raise ValueError(f"lr is {self.lr}, expected a positive number.")
         least = {"epochs": 0, "lambda_": 0, "patience": 1, "prior_samples": 1, "steps_per_epoch": 1}
@@ -189,9 +192,9 @@ def post_train_(
             )
     shift = _shift(config, augment, mean, std)
     result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
-    convert_(model, result.alpha)
     with reproducible(loader, config.seed, epoch=0):
         known = {CONTENT: content_of(model, loader), CLASSES: classes_of(model, loader)}
+    convert_(model, result.alpha)
     for attribute, value in known.items():
         if value is not None:  # as where a finished run is read with no images
             unwrap(model).__dict__[attribute] = value
@@ -285,6 +288,12 @@ def _name_of(function: Any) -> str:
         given = [*map(repr, function.args), *(f"{k}={v!r}" for k, v in function.keywords.items())]
         return f"{_name_of(function.func)}({', '.join(given)})"
     return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def _are_sizes(value: Any) -> bool:
+    if not isinstance(value, (tuple, list)) or not value:
+        return False
+    return all(isinstance(size, int) and size >= 1 for size in value)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

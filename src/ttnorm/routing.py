@@ -21,6 +21,7 @@ FEWEST = 6  # frames by which a group is told from another
 UNSURE = (
     4.0  # standard deviations: frames that are so much farther away than others are of no group
 )
+STEADY = 0.01  # of the source's deviations: what varies less tells nothing, as where nothing fires
 RIDGE = 0.1  # of the identity in the content's correlations, which a few thousand images measure
 
 
@@ -54,7 +55,7 @@ def measure_content(descriptions: Tensor) -> Content:
         [1, 5, 0]
     """
     x = descriptions.double()
-    mean, spread = x.mean(0), x.std(0).clamp_min(1e-6)
+    mean, spread = x.mean(0), x.std(0).clamp_min(STEADY)
     correlation = torch.cov(((x - mean) / spread).T)
     correlation = (1 - RIDGE) * correlation + RIDGE * torch.eye(len(mean)).to(correlation)
     values, vectors = torch.linalg.eigh(correlation)

@@ -92,7 +92,7 @@ def entering(
 def content_of(
     model: nn.Module, loader: Loader, *, samples: int = SAMPLES, depth: int = DEPTH
 ) -> Content | None:
-    """How source images differ from each other where `describe_frames` looks; None without any.
+    """How source images differ from each other where `describe_frames` looks; None without two.
 
     Args:
         model: the network, converted or not; it is left as it was.
@@ -108,4 +108,5 @@ def content_of(
             found.append(shallow.cpu())
             if sum(map(len, found)) >= samples:
                 break
-    return measure_content(torch.cat(found)) if found else None
+    described = torch.cat(found) if found else torch.empty(0)
+    return measure_content(described) if len(described) > 1 else None

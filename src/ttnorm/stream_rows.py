@@ -27,6 +27,10 @@ class StreamRows:
 
     def __init__(self, config: StreamConfig) -> None:
         self.config = config
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """A single stream, that of samples without ids, which has seen nothing."""
         self.rows: dict[Id, int] = {}  # of streams, in the order of their last use
         self.state = self._blank(1)
         self.select([None])
@@ -70,7 +74,7 @@ class StreamRows:
 
     def reset(self, ids: Sequence[Id] | None = None) -> None:
         """All streams, or those of these ids, as if they had never been."""
-        ids = list(self.rows) if ids is None else ids
+        ids = list(self.rows if ids is None else dict.fromkeys(ids))
         unknown = [one for one in ids if one not in self.rows]
         if unknown:
             raise ValueError(f"There is no stream {unknown[0]!r}; there are {list(self.rows)}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -166,17 +167,20 @@ def _same_batch_everywhere(
     model: nn.Module, layers: Mapping[str, TTNormBase]
 ) -> list[RemovableHandle]:
     """Hooks that compare the number of samples every layer sees with those the model was given."""
-    given: list[int] = []  # lengths of the tensors that the forward in progress was called with
+    in_progress = (
+        threading.local()
+    )  # lengths of the tensors that a thread's forward was called with
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim()]
-        given[:] = [len(t) for t in tensors]
+        in_progress.given = [len(t) for t in tensors]
 
     def forget(*_: Any) -> None:
-        given.clear()
+        in_progress.given = []
 
     def compare(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         samples = len(next(iter((*args, *kwargs.values()))))
+        given: list[int] = getattr(in_progress, "given", [])
         if given and samples not in given:
             raise ValueError(
                 f"{name!r} sees {samples} samples in a batch of {given[0]}: groups of samples "
@@ -273,7 +277,8 @@ def remember_config(model: nn.Module, config: dict[str, Any] | None) -> None:
 
 def _revert(layer: TTNormBase) -> None:
     # A layer that was built as TTNorm2d, not converted, becomes the BatchNorm2d it extends.
-    before = layer.__dict__.pop("_class_before", type(layer).__bases__[-1])
+    plain = next(kind for kind in type(layer).__mro__ if not issubclass(kind, TTNormBase))
+    before = layer.__dict__.pop("_class_before", plain)
     del layer.alpha
     for name in ("cross_term", "group_size", "sync", "standardise"):
         layer.__dict__.pop(name, None)

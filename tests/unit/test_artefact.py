@@ -11,6 +11,8 @@ from torch import nn
 
 import ttnorm
 from ttnorm import artefact
+from ttnorm.routing import Content
+from ttnorm.surgery import CONTENT
 
 
 @pytest.fixture
@@ -179,3 +181,18 @@ class TestRefused:
         with pytest.raises(ValueError, match="no test-time normalization layers"):
             ttnorm.save(small_network, path)
         assert not path.exists()
+
+
+def test_what_streams_need_is_refused_where_it_is_not_finite(small_network, path):
+    model = ttnorm.convert_(small_network, 0.1)
+    model.__dict__[CONTENT] = Content(torch.zeros(2), torch.tensor([[1e6, 0], [0, 1.0]]))
+    with pytest.raises(ValueError, match=r"content/whitening.* not finite. Post-train"):
+        ttnorm.save(model, path)  # a million is infinite in the half precision of a file
+    assert not path.exists()
+    model.__dict__[CONTENT] = Content(torch.zeros(2), torch.eye(2))
+    ttnorm.save(model, path)
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors["content/whitening"][0, 0] = float("inf")
+    rewrite(path, tensors)
+    refuses(small_network, path, "not finite")

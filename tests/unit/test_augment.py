@@ -5,7 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from ttnorm.augment import Drawn, _blur, domain_shift, numbers_drawn, prior_shift, shift_images
+from ttnorm.augment import (
+    Drawn,
+    _blur,
+    domain_shift,
+    moves_pixels,
+    numbers_drawn,
+    prior_shift,
+    shift_images,
+)
 
 SHIFTS = [prior_shift, domain_shift]
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -61,6 +69,29 @@ def test_numbers_drawn_beforehand_give_the_same_shift(shift, per, channels):
     after = seeded(3)
     torch.rand(count, generator=after)
     assert torch.equal(after.get_state(), generator.get_state())
+
+
+def test_a_blur_goes_with_the_size_of_images_unless_told():
+    board = torch.zeros(1, 1, 64, 64)
+    board[..., ::2, ::2] = board[..., 1::2, 1::2] = 1
+
+    def left(size, **options):
+        """Of a chessboard's contrast."""
+        images = board.repeat(1, 1, size // 64, size // 64)
+        return domain_shift(images, seeded(0), parts=("blur",), **options).std()
+
+    assert left(64) > 2 * left(256)
+    assert left(256, blur=1.0) == pytest.approx(left(64, blur=1.0).item(), rel=0.05)
+    with pytest.raises(ValueError, match="blur is -1, expected a positive"):
+        left(64, blur=-1)
+
+
+def test_what_moves_pixels_is_known():
+    assert moves_pixels(domain_shift)
+    assert not moves_pixels(partial(domain_shift, parts=("jitter", "blur")))
+    assert moves_pixels(partial(prior_shift, parts=("jitter", "flip")))
+    assert not moves_pixels(prior_shift)
+    assert not moves_pixels(lambda images, generator: images)
 
 
 def test_what_others_draw_is_not_known():

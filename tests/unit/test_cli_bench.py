@@ -171,6 +171,14 @@ def test_somebody_s_file_is_not_written_to(ttnorm, corrupted, tmp_path):
         ("demo --output mine.py", "mine.py cannot be a folder to write to"),
         ("post-train mine:network nowhere out", "'nowhere' is no folder that is there"),
         ("report cifar --output out", "There are no records to report on"),
+        ("train-source cifar out --batch-size 0", "batch_size is 0, expected a positive number"),
+        ("train-source cifar out --epochs 0", "epochs is 0, expected a positive number"),
+        ("train-source cifar out --width 0", "width is 0, expected a positive number"),
+        (
+            "post-train mine:network cifar out --batch-size 0",
+            "--batch-size is 0, expected at least 1",
+        ),
+        ("post-train mine:network cifar out --group-sizes 1,x", "expected whole numbers, as in"),
     ],
 )
 def test_bad_input_of_the_others(ttnorm, tmp_path, line, message):

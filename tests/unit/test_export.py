@@ -82,6 +82,20 @@ def test_a_stream_in_onnxruntime_is_the_stream_in_eager(network, tmp_path, memor
     assert ttnorm.health(model)[None].rejected == 1
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_stream_is_exported_wherever_it_lies_in_memory(network, inside):
+    model = ttnorm.stream_(copy.deepcopy(network), memory="pool", max_streams=2)
+    x = torch.rand(2, 3, 16, 16)
+    with torch.no_grad():
+        with ttnorm.streams(model, ["a", "b"]):
+            model(x)
+            program = ttnorm.to_exported_program(model, x) if inside else None
+        model(x)  # in the second row, for "a" was the one unused for longest
+        program = program or ttnorm.to_exported_program(model, x)
+        output, *_ = program.module()(x, *ttnorm.stream_state(model).values())
+        torch.testing.assert_close(output, model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_torch_export_agrees_with_eager(network):
     program = ttnorm.to_exported_program(network, torch.rand(1, 3, 16, 16))
     for batch_size in BATCH_SIZES:

@@ -82,3 +82,18 @@ def test_a_norm_that_goes_elsewhere_too_is_left_alone():
     x = torch.rand(2, 3, 4, 4)
     assert torch.equal(fused(x), model(x))
     assert not fused_norms(fused)
+
+
+@torch.no_grad()
+def test_a_submodule_that_has_the_name_already_stays():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn1, self.bn1_relu = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()
+
+        def forward(self, x):
+            return self.bn1_relu(self.bn1(self.conv(x))) + self.bn1_relu(self.conv(x))
+
+    model = settle(Twice())
+    x = torch.randn(4, 3, 8, 8)
+    assert torch.allclose(ttnorm.fuse(model)(x), model(x), atol=1e-6)

@@ -156,3 +156,11 @@ class TestState:
         network(frames(3))
         assert network.state_dict().keys() == before
         assert len(list(network.children())) == 9  # a Sequential still runs its own layers only
+
+
+def test_a_stream_that_is_named_twice_is_reset_once(network):
+    ttnorm.stream_(network)
+    with ttnorm.streams(network, ["a", "b"]):
+        network(frames(2))
+    ttnorm.reset_stream_(network, ["a", "a"])
+    assert list(ttnorm.health(network)) == ["b"]

@@ -66,6 +66,10 @@ def test_counted_trusts_small_batches_less(size, share, tmp_path):
         alpha_of(name, batch_size=size, alpha_file=file) for name in ("ttn", "ttn-counted")
     )
     assert torch.allclose(counted, share * whole)
+    model = norms.apply_norm_(
+        small_network.network(), "ttn-counted", batch_size=size, alpha_file=file
+    )
+    assert surgery.config_of(model)["scale"] == share  # for whoever saves it
 
 
 @pytest.mark.parametrize("name", ["ttm", "constant-", "constant-x", "constant-1.5"])

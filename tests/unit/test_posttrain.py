@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ttnorm
 from ttnorm import PostTrainConfig, optimise_alpha, post_train_
 from ttnorm.posttrain import _name_of
+from ttnorm.surgery import CLASSES, CONTENT
 
 
 @pytest.fixture
@@ -494,6 +495,25 @@ class TestPostTrain:
         assert error(learned, 1) < 0.9 * error(1.0, 1)
 
 
+class TestOddLoaders:
+    """What is measured of source images besides alpha asks nothing more of a loader."""
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+    def test_labels_of_any_whole_number(self, small_network, dtype):
+        batch = (torch.rand(16, 3, 12, 12), torch.randint(4, (16,)).to(dtype))
+
+        def loss(output, y):
+            return F.cross_entropy(output, y.long())
+
+        post_train_(small_network, [batch], PostTrainConfig(epochs=1), loss=loss)
+        assert small_network.__dict__[CLASSES].codes.shape[0] == 4
+
+    def test_a_single_image(self, small_network):
+        batch = (torch.rand(1, 3, 12, 12), torch.tensor([2]))
+        post_train_(small_network, [batch], PostTrainConfig(epochs=1, init=0.1, mse=False))
+        assert CONTENT not in small_network.__dict__  # one says nothing of how they vary
+
+
 class TestWrongLoadersAndLosses:
     """Each with the name of what came, and what to do."""
 
@@ -554,6 +574,8 @@ class TestConfigErrors:
             ("dynamic_batch", (200, 4)),
             ("group_sizes", ()),
             ("group_sizes", (4, 0)),
+            ("group_sizes", (4.0,)),
+            ("group_sizes", 4),
             ("epochs", -1),
             ("lr", 0.0),
             ("patience", 0),

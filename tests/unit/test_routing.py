@@ -69,3 +69,9 @@ def test_a_slot_inherits_from_the_one_that_its_frames_were_in():
     parent, share = routing.heirs(slot, before, torch.ones(1, 6), 4)
     assert parent[0, :2].tolist() == [1, 1]
     assert share[0].tolist() == pytest.approx([0.6, 0.4, 0.0, 0.0])
+
+
+def test_a_channel_in_which_source_images_do_not_vary_stays_finite_in_a_file():
+    x = torch.cat((torch.randn(200, 3), torch.zeros(200, 1)), 1)  # a filter that never fires
+    whitening = routing.measure_content(x).whitening
+    assert whitening.half().isfinite().all()

@@ -295,3 +295,29 @@ def test_one_dimension():
     for size in itertools.chain([1] * 60, [7]):
         assert model(torch.randn(size, 5) + 3).isfinite().all()
     assert ttnorm.health(model)[None].frames == 67
+
+
+def test_what_a_network_does_to_a_layer_s_input_afterwards_is_not_remembered():
+    class Residual(nn.Module):
+        def __init__(self, in_place):
+            super().__init__()
+            self.bn, self.in_place = nn.BatchNorm1d(3), in_place
+
+        def forward(self, x):
+            h = 2 * x
+            return h.add_(self.bn(h)) if self.in_place else h + self.bn(h)
+
+    x = torch.randn(6, 3)
+    states = []
+    for in_place in (False, True):
+        model = ttnorm.stream_(ttnorm.convert_(Residual(in_place).eval(), 0.5), memory="pool")
+        with torch.no_grad():
+            model(x)
+        states.append(ttnorm.stream_state(model)["mean"])
+    assert torch.equal(*states)
+
+
+def test_a_call_without_a_tensor_is_named(small_network):
+    model = ttnorm.stream_(ttnorm.convert_(small_network, 0.5), memory="pool")
+    with pytest.raises(ValueError, match="called without a tensor"):
+        model({"x": torch.rand(1, 3, 12, 12)})

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -350,3 +351,38 @@ def test_wrong_input_dimensions_are_batchnorm_s_own_error():
     layer = ttnorm.TTNorm2d(3)
     with pytest.raises(ValueError, match="expected 4D input"):
         layer(torch.rand(2, 3))
+
+
+def test_a_layer_of_one_s_own_comes_back_as_the_batchnorm_it_extends():
+    class Mine(ttnorm.TTNorm2d):
+        pass
+
+    model = ttnorm.revert_(nn.Sequential(Mine(3)))
+    assert type(model[0]) is nn.BatchNorm2d
+    assert model(torch.rand(2, 3, 4, 4)).shape == (2, 3, 4, 4)
+
+
+def test_threads_may_share_an_isolated_model(small_network):
+    model = ttnorm.convert_(small_network.eval(), alpha=0.5)
+    alone = {count: torch.rand(count, 3, 12, 12) for count in (2, 5)}
+    errors = []
+
+    def call(x, expected):
+        try:
+            for _ in range(30):
+                with torch.no_grad():
+                    torch.testing.assert_close(model(x), expected)
+        except Exception as error:
+            errors.append(error)
+
+    with ttnorm.isolated(model, 1):
+        with torch.no_grad():
+            expected = {count: model(x) for count, x in alone.items()}
+        threads = [
+            threading.Thread(target=call, args=(x, expected[count])) for count, x in alone.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors

@@ -33,6 +33,14 @@ def fit(source, tmp_path):
     return fitted
 
 
+def test_a_file_that_was_fitted_otherwise_is_not_taken(fit, source):
+    fit("default")
+    with pytest.raises(ValueError, match=r"default.seed0.* fitted with lr = 0.001, expected 0.01"):
+        fit("default", source=dataclasses.replace(source, config={"lr": 0.01}))
+    with pytest.raises(ValueError, match="fitted with epochs = 3, expected 2"):
+        fit("default", source=dataclasses.replace(source, epochs=2))
+
+
 @pytest.mark.parametrize(
     "name", [n for n in VARIANTS if not any(c in n for c in ("frost", "snow"))]
 )

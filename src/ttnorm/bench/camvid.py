@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ..augment import domain_shift
+from ..augment import BLUR, domain_shift
 from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.images import Images
 from ..data.label_maps import CAMVID_CLASSES
@@ -98,7 +98,7 @@ class CamvidBench:
             epochs=min(self.setup.scale.epochs, EPOCHS),
             batch_size=BATCH_SIZE,
             config={"lr": RATE},
-            augment=partial(domain_shift, parts=PARTS),
+            augment=partial(domain_shift, parts=PARTS, blur=BLUR),
         )
 
     def _frames(self) -> Images:

@@ -82,11 +82,12 @@ def to_csv(table: Table) -> str:
 
 
 def _best(table: Table) -> list[Cell]:
-    """The lowest cell of every column, or the highest."""
+    """The lowest cell of every column, or the highest, of rows on the same images."""
     sign = -1 if table.higher else 1
+    rows = [cells for name, cells in table.rows if name not in table.apart]
     return [
         min(
-            (cells[index] for _, cells in table.rows),
+            (cells[index] for cells in rows),
             key=lambda cell: float("inf") if cell.ours is None else sign * cell.ours,
         )
         for index in range(len(table.columns))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..augment import BLUR, DOMAIN_PARTS, PRIOR_PARTS, Augment, domain_shift, prior_shift
+from ..augment import DOMAIN_PARTS, PRIOR_PARTS, domain_shift, prior_shift
 from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.imagenet import CLASSES, MOST, load_imagenet, split_folder
 from ..data.images import Images
@@ -24,11 +24,12 @@ RATE = 2.5e-4  # likewise, for 30 epochs of 64,000 images
 # With fewer images there are fewer steps, too few for one alpha a channel, and all batch sizes have
 # to be seen: benchmarks/choose_alpha_shift.py
 FEW: dict[str, Any] = {"lr": 1e-2, "granularity": "layer", "group_sizes": (1, 2, 4, 16, 64)}
+SHIFT_OF_FEW = partial(domain_shift, parts=(*DOMAIN_PARTS, *PRIOR_PARTS[1:]))
 
 
-def wide_shift(size: int) -> Augment:
-    """CIFAR's shift, blurred in proportion to the images' size, with the prior's shift in it."""
-    return partial(domain_shift, parts=(*DOMAIN_PARTS, *PRIOR_PARTS[1:]), blur=BLUR * size / 32)
+def are_few(images: int) -> bool:
+    """Whether they are far fewer than the paper's 64,000, and not because some cannot be read."""
+    return images < MOST // 2
 
 
 class ImageNetBench:
@@ -74,14 +75,14 @@ class ImageNetBench:
     @cached_property
     def _source(self) -> Source:
         train = self._images("source", self.setup.scale.train or MOST)
-        few = len(train.labels) < MOST
-        shift = wide_shift(self.preprocessing.crop) if few else partial(prior_shift, per="batch")
+        few = are_few(len(train.labels))
+        # for ImageNet the paper has one augmentation for both the prior and alpha
+        shift = SHIFT_OF_FEW if few else partial(prior_shift, per="batch")
         return Source(
             lambda: Images(*(t.to(self.setup.device) for t in train)),
             epochs=self.setup.scale.epochs,
             batch_size=min(BATCH_SIZE, len(train.labels)),
             config=FEW if few else {"lr": RATE},
-            # for ImageNet the paper has one augmentation for both the prior and alpha
             augment=shift,
         )
 

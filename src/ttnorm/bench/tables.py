@@ -85,6 +85,7 @@ class Table:
 
     Args:
         higher: whether more is better.
+        apart: names of rows that were run on fewer images, and are not compared with the others.
     """
 
     title: str
@@ -92,6 +93,7 @@ class Table:
     rows: list[tuple[str, list[Cell]]]
     note: str
     higher: bool = False
+    apart: frozenset[str] = frozenset()
 
 
 def row_name(norm: str, method: str) -> str:
@@ -155,7 +157,7 @@ def by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> 
         rows.append((_row_title(norm, method, chosen), [*cells, _average(cells)]))
     title = f"{dataset}, {scenario}: {score_name(chosen)}"
     columns = [*(f"B = {size}" for size in sizes), "average"]
-    return Table(title, columns, rows, _note(chosen), higher="miou" in chosen[0])
+    return Table(title, columns, rows, _note(chosen), "miou" in chosen[0], _apart(chosen))
 
 
 def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_size: int) -> Table:
@@ -182,7 +184,7 @@ def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_s
         rows.append((_row_title(norm, method, chosen), [*cells.values(), average]))
     title = f"{dataset}, {scenario}, B = {batch_size}: {score_name(chosen)}"
     columns = [*(d.replace("_", " ") for d in domains), "average" + of_what]
-    return Table(title, columns, rows, _note(chosen), higher="miou" in chosen[0])
+    return Table(title, columns, rows, _note(chosen), "miou" in chosen[0], _apart(chosen))
 
 
 def by_class(
@@ -302,9 +304,24 @@ def _is_dear(record: Record) -> bool:
 
 def _row_title(norm: str, method: str, records: Sequence[Record]) -> str:
     """The row's name, with its number of images where other rows have more."""
-    images = max(r["config"]["subset"] for r in records)
-    own = [r["config"]["subset"] for r in records if (r["norm"], r["method"]) == (norm, method)]
-    return row_name(norm, method) + (f" ({own[0]:,} images)" if max(own) < images else "")
+    own = _images_of_rows(records)[norm, method]
+    fewer = own < max(_images_of_rows(records).values())
+    return row_name(norm, method) + (f" ({own:,} images)" if fewer else "")
+
+
+def _apart(records: Sequence[Record]) -> frozenset[str]:
+    """The names of rows that were run on fewer images than others."""
+    images = _images_of_rows(records)
+    most = max(images.values())
+    return frozenset(_row_title(*row, records) for row, own in images.items() if own < most)
+
+
+def _images_of_rows(records: Sequence[Record]) -> dict[tuple[str, str], int]:
+    images: dict[tuple[str, str], int] = {}
+    for r in records:
+        row = (r["norm"], r["method"])
+        images[row] = max(r["config"]["subset"], images.get(row, 0))
+    return images
 
 
 def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) -> Cell:

@@ -122,9 +122,10 @@ def fit_variant(
     if shipped is not None:
         return shipped
     path = folder / f"{network}.{name}.seed{seed}.ttn.safetensors"
-    if path.exists():
-        return path
     variant = VARIANTS[name]
+    if path.exists():
+        _check_config(path, _config(variant, source, seed))
+        return path
     model = copy.deepcopy(model)
     if variant.average is not None:
         default = fit_variant("default", network, model, source, seed, folder)
@@ -145,9 +146,24 @@ def shipped_file(name: str, network: str, seed: int) -> Path | None:
     return zoo.alpha_files(network)[kind]
 
 
+def _config(variant: Variant, source: Source, seed: int) -> PostTrainConfig:
+    return PostTrainConfig(epochs=source.epochs, seed=seed, **{**source.config, **variant.config})
+
+
+def _check_config(path: Path, config: PostTrainConfig) -> None:
+    """Raise where a file was fitted otherwise; options that came after it are at their defaults."""
+    written, defaults = artefact.read(path).metadata["config"], as_json(PostTrainConfig())
+    for option, wanted in as_json(config).items():
+        found = written.get(option, defaults[option])
+        if written and found != wanted:  # an average of other files says nothing of itself
+            raise ValueError(
+                f"{path} was fitted with {option} = {found}, expected {wanted}. Delete it, or take "
+                "another folder for records."
+            )
+
+
 def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpoint: Path) -> None:
-    options = {**source.config, **variant.config}
-    config = PostTrainConfig(epochs=source.epochs, seed=seed, **options)
+    config = _config(variant, source, seed)
     clean = DeviceLoader(*source.train, source.batch_size, seed)
     shift: Augment = prior_shift
     if variant.prior_parts is not None:

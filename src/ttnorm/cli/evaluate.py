@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Annotated
@@ -65,10 +66,14 @@ def evaluate(
     ] = None,
     norm: Annotated[
         list[str] | None,
-        typer.Option(help="source, tbn, ..., constant-0.3; if none, all that alpha files allow."),
+        typer.Option(
+            help="source, tbn, alpha-bn, adaptive-bn, mixnorm, ema, ttn, ttn-scaled, ttn-counted, "
+            "ttn-dynamic, ttn-stream, -corrected, -balanced, -pool, constant-0.3; if none, all "
+            "that alpha files allow."
+        ),
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="none, tent, swr, cotta, ttn-online; none.")
+        list[str] | None, typer.Option(help="none, tent, swr, cotta, ttn-online, sliding; none.")
     ] = None,
     source: Annotated[
         Path | None, typer.Option(help="A folder of source images; for the method swr.")
@@ -105,16 +110,26 @@ def evaluate(
     ttnorm evaluate ...) every process takes its share of the corruptions, or of the batch sizes
     where corruptions follow on each other, and the records become one file.
     """
+    import torch
+
     from ..bench.evaluate import evaluate as score
     from ..bench.job import Job, check
     from ..bench.runs import load_domains, network_under_test
+    from ..bench.scenarios import segments
     from ..bench.shards import Shards
     from ..data.corruptions import CORRUPTIONS
-    from ..methods import METHODS
+    from ..methods import METHODS, method_named
     from ..methods.swr import gradient_agreement
-    from ..norms import NORMS
+    from ..norms import NORMS, norm_named
 
     kind = inputs.dataset_named(dataset)
+    # names and sizes before any file: a wrong one is not to be found after minutes of reading
+    for name in norm or ():
+        norm_named(name)
+    for name in method or ():
+        method_named(name)
+    for chosen, size in itertools.product(scenario or ["single"], batch_size or [1]):
+        segments(chosen, ["any"], torch.zeros(2, dtype=torch.long), size, 0)
     where = inputs.device(device, int(os.environ.get("LOCAL_RANK", 0)))
     inputs.check_writable(records)
     shards = Shards()

@@ -133,17 +133,23 @@ def loader(
         return resolve(spec)()
     from ..data.loader import DeviceLoader
 
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"--batch-size is {batch_size}, expected at least 1.")
     train = images(Path(spec), dataset, "train", network=network, skip_bad=skip_bad)
     size = batch_size or min(DATASETS[dataset_named(dataset)], len(train.labels))
     x, y = (t[rank() :: world_size()].to(device) for t in train)
     return DeviceLoader(x, y, max(1, size // world_size()))
 
 
-def augment(dataset: str, shift: str) -> Augment | None:
-    """The shift to optimise alpha under: for ImageNet that of the prior, as in the paper."""
+def augment(dataset: str, shift: str, images: int | None) -> Augment | None:
+    """The shift to optimise alpha under: for ImageNet that of the prior, as in the paper, unless
+    there are few images."""
+    from ..bench.imagenet import SHIFT_OF_FEW, are_few
+
     if dataset_named(dataset) == "cifar":
         return None
-    return partial(prior_shift, per=shift)  # type: ignore[arg-type]
+    few = images is not None and are_few(images)
+    return partial(SHIFT_OF_FEW if few else prior_shift, per=shift)  # type: ignore[arg-type]
 
 
 def resolve(spec: str) -> Callable[..., Any]:

@@ -15,7 +15,10 @@ from .printing import console
 def reproduce(
     names: Annotated[
         list[str],
-        typer.Argument(help="table1 to table14, figure1, figure4, figure5, or all."),
+        typer.Argument(
+            help="table1 to table14, figure1, figure4, figure5, mixed-pairs, streams, "
+            "streams-source, streams-alternating, streams-methods, sliding, or all."
+        ),
     ],
     records: Annotated[
         Path, typer.Option(help="The folder of records to add to, and of alpha files.")

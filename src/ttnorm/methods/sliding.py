@@ -40,6 +40,8 @@ class SlidingWindow:
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
+        if not len(x):
+            return self.model(x)
         return torch.cat([self._outputs(part) for part in x.split(self.room)])
 
     def _outputs(self, x: Tensor) -> Tensor:

@@ -94,6 +94,9 @@ class AdaptationStep:
         Args:
             x: whole batches one after another; only the last may be smaller.
         """
+        if not len(x):  # nothing to adapt to
+            with torch.no_grad():
+                return in_batches(self.models[0], x, self.batch_size)
         if len(x) <= self.room:
             return self._part(x)
         outputs = []

@@ -48,6 +48,11 @@ class TrainConfig:
     consistency: float = 12.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("width", "epochs", "batch_size", "lr"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a positive number.")
+
 
 def train_source(
     train: Images, test: Images, config: TrainConfig, device: str = "cpu"
