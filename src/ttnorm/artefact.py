@@ -186,9 +186,16 @@ def short_fingerprint(model: nn.Module) -> str:
 
 
 def short_checksum(path: str | os.PathLike[str]) -> str:
-    """Twelve letters that tell alpha files apart."""
+    """Twelve letters that tell alpha files apart, whatever streams know by them."""
     alpha, metadata = read(path)
     return checksum(alpha, metadata)[:12]
+
+
+def short_source_checksum(path: str | os.PathLike[str]) -> str:
+    """Twelve letters that tell apart what streams know of the source."""
+    tensors, _ = _read_checked(path)
+    prefixes = tuple(prefix for prefix, _ in KNOWN.values())
+    return checksum({n: t for n, t in tensors.items() if n.startswith(prefixes)}, {})[:12]
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:

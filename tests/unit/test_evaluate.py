@@ -1,11 +1,14 @@
 """Evaluation: groups against the plain loop, the identities of norms, and going on after a stop."""
 
+import copy
 import dataclasses
+from collections import Counter
 
 import pytest
 import small_network
 import torch
 
+import ttnorm
 from ttnorm.bench import evaluate as scoring
 from ttnorm.bench import predict
 from ttnorm.bench.evaluate import evaluate
@@ -15,6 +18,7 @@ from ttnorm.bench.records import RecordFile, read_records
 from ttnorm.bench.scenarios import SCENARIOS
 from ttnorm.methods import METHODS
 from ttnorm.norms import NORMS
+from ttnorm.surgery import CONTENT
 
 
 @pytest.fixture
@@ -372,3 +376,20 @@ def test_streams_of_many_jobs_share_forwards_and_go_on_after_a_stop(run, monkeyp
     assert len(run(data, *jobs)) == len(alone)
     assert {(r["scenario"], r["domain"]): r["wrong"] for r in run(data, *jobs)} == scenarios
     assert len(forwards) == 2  # one run before the stop and one after it; the third had all on file
+
+
+def test_what_a_stream_knows_of_the_source_is_part_of_its_cell(tmp_path):
+    """Another file with the same alpha is another cell to norms that remember, and to no other."""
+    network = small_network.tested(tmp_path)
+    data, file = small_network.domains(8), network.alpha_files["ttn"]
+    jobs = [Job(norm=norm, batch_size=4) for norm in ("ttn", "ttn-stream")]
+    records = RecordFile(tmp_path / "records.jsonl")
+    evaluate(network, data, jobs, records)
+    model = ttnorm.load_(copy.deepcopy(network.model), file)
+    model.__dict__[CONTENT] = model.__dict__[CONTENT]._replace(
+        whitening=2 * model.__dict__[CONTENT].whitening
+    )
+    ttnorm.save(model, file)
+    evaluate(network, data, jobs, records)
+    found = Counter(r["norm"] for r in read_records([records.path]))
+    assert found["ttn-stream"] == 2 * found["ttn"] > 0

@@ -212,6 +212,8 @@ def _about(network: Network, data: Domains, job: Job) -> Record:
     if norm.alpha_file is not None:
         path = network.alpha_files[norm.alpha_file]
         alpha = {"name": path.name, "fingerprint": artefact.short_checksum(path)}
+        if norm.remembers:
+            alpha["source"] = artefact.short_source_checksum(path)
     return {
         "dataset": data.dataset,
         "severity": data.severity,
