@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from ttnorm.bench import tables
 from ttnorm.bench.cifar import CifarBench
-from ttnorm.bench.experiments import EXPERIMENTS, experiments_named, parts
+from ttnorm.bench.experiments import EXPERIMENTS, Only, experiments_named, parts
 from ttnorm.bench.records import read_records, variant_of
 from ttnorm.bench.reproduce import reproduce
 from ttnorm.bench.scenarios import SCENARIOS
@@ -55,6 +55,20 @@ def test_images_are_divided_among_streams_only_where_a_norm_has_them_and_domains
     norms = ("ttn-stream", "ttn-pool", "ema")
     assert divided == {(norm, "mixed") for norm in norms}
     assert {job.batch_size for job in jobs if job.streams == 10} == {4, 2, 1}
+
+
+def test_a_part_of_a_table_can_be_run_apart():
+    part = Only(rows=("ttn", "tent+ttn"), batch_sizes=(16, 1)).of("table1", EXPERIMENTS["table1"])
+    assert part.rows == (("ttn", "none"), ("ttn", "tent"))
+    assert part.batch_sizes == (16, 1)
+    part = Only(rows=("lambda-10", "cotta"))
+    assert part.of("table9", EXPERIMENTS["table9"]).variants == ("lambda-10",)
+    assert part.of("table2", EXPERIMENTS["table2"]).rows == (("tbn", "cotta"),)
+    assert Only().of("table3", EXPERIMENTS["table3"]) == EXPERIMENTS["table3"]
+    with pytest.raises(ValueError, match="table5 has no row lambda-10; it has source, tbn, ttn"):
+        part.of("table5", EXPERIMENTS["table5"])
+    with pytest.raises(ValueError, match="table3 has no scenario single; it has mixed"):
+        Only(scenarios=("single",)).of("table3", EXPERIMENTS["table3"])
 
 
 def test_all_is_all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ..data.corruptions import CORRUPTIONS
 from ..norms import norm_named
@@ -202,6 +203,52 @@ def experiments_named(names: Sequence[str]) -> dict[str, Experiment]:
                 f"There is no experiment {name!r}; there are {', '.join(EXPERIMENTS)} and all."
             )
     return {name: EXPERIMENTS[name] for name in names}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Only:
+    """A part of an experiment; what is empty leaves nothing out.
+
+    Args:
+        rows: norms, methods ("tent") or with a norm ("tent+ttn"), and variants of post-training.
+        scenarios, batch_sizes: see `Experiment`.
+    """
+
+    rows: tuple[str, ...] = ()
+    scenarios: tuple[str, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+
+    def of(self, name: str, experiment: Experiment) -> Experiment:
+        """That part; an experiment without any of it is an error."""
+        rows = {_text(*row): row for row in experiment.rows}
+        for what, wanted, there in (
+            ("row", self.rows, (*rows, *experiment.variants)),
+            ("scenario", self.scenarios, experiment.scenarios),
+            ("batch size", self.batch_sizes, experiment.batch_sizes),
+        ):
+            if wanted and not set(wanted) & set(there):
+                raise ValueError(
+                    f"{name} has no {what} {wanted[0]}; it has {', '.join(map(str, there))}."
+                )
+        kept = self.rows or (*rows, *experiment.variants)
+        return dataclasses.replace(
+            experiment,
+            rows=tuple(row for text, row in rows.items() if text in kept),
+            variants=tuple(v for v in experiment.variants if v in kept),
+            scenarios=_kept(experiment.scenarios, self.scenarios),
+            batch_sizes=_kept(experiment.batch_sizes, self.batch_sizes),
+        )
+
+
+def _text(norm: str, method: str) -> str:
+    """As tables have it: a method's name alone is the method over batch statistics."""
+    if method == "none":
+        return norm
+    return method if norm == "tbn" else f"{method}+{norm}"
+
+
+def _kept(there: tuple[Any, ...], wanted: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value for value in there if value in wanted) if wanted else there
 
 
 @dataclasses.dataclass(frozen=True)

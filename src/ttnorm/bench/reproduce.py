@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .evaluate import evaluate
-from .experiments import Part, experiments_named, parts
+from .experiments import Only, Part, experiments_named, parts
 from .job import Domains, Network
 from .records import RecordFile
 from .subject import Setup
@@ -39,16 +39,20 @@ class Bench(Protocol):
         """The network with what the jobs of a part need."""
 
 
-def reproduce(names: Sequence[str], benches: Mapping[str, Bench], records: Path) -> None:
+def reproduce(
+    names: Sequence[str], benches: Mapping[str, Bench], records: Path, only: Only | None = None
+) -> None:
     """Run experiments; cells that are in the records are not run again.
 
     Args:
         names: of experiments, or "all".
         benches: by any name; experiments leave out data sets that are not there.
         records: a folder, with a file for every data set.
+        only: a part of each.
     """
     records.mkdir(parents=True, exist_ok=True)
-    for name, experiment in experiments_named(names).items():
+    for name, whole in experiments_named(names).items():
+        experiment = (only or Only()).of(name, whole)
         there = [bench for bench in benches.values() if bench.dataset in experiment.datasets]
         for dataset in experiment.datasets:
             if dataset not in {bench.dataset for bench in there}:

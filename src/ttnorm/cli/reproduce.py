@@ -45,6 +45,14 @@ def reproduce(
     textures: Annotated[
         Path | None, typer.Option(help="The folder with frost1.png to frost5.jpg.")
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="A row: ttn, tent, tent+ttn, a variant such as lambda-10; all if none."),
+    ] = None,
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="Of a table that has several; all if none.")
+    ] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(help="All if none.")] = None,
     quick: Annotated[
         bool,
         typer.Option(
@@ -60,20 +68,28 @@ def reproduce(
 ) -> None:
     """Run what a table or figure of the paper shows, and print it beside the paper's numbers.
 
-    Killed, it goes on where it was. Cells that are in the records are not run again.
+    Killed, it goes on where it was. Cells that are in the records are not run again. Rows,
+    scenarios and batch sizes can be run apart, on several machines, and their records put together.
     """
     import dataclasses
 
     from ..bench import figures, formats, subject, tables
     from ..bench.camvid import CamvidBench
     from ..bench.cifar import CifarBench
-    from ..bench.experiments import experiments_named
+    from ..bench.experiments import Only, experiments_named
     from ..bench.imagenet import ImageNetBench
     from ..bench.records import read_records
     from ..bench.reproduce import Bench
     from ..bench.reproduce import reproduce as run
 
     chosen = experiments_named(names)
+    part = Only(
+        rows=tuple(only or ()),
+        scenarios=tuple(scenario or ()),
+        batch_sizes=tuple(batch_size or ()),
+    )
+    for name, experiment in chosen.items():
+        part.of(name, experiment)
     small, large = subject.FULL, subject.FULL
     if quick:
         small, large = subject.QUICK, subject.QUICK_LARGE
@@ -113,7 +129,7 @@ def reproduce(
         benches["camvid"] = CamvidBench(
             camvid_network, camvid, large_setup, severity=camvid_severity, skip_bad=skip_bad
         )
-    run(list(chosen), benches, records)
+    run(list(chosen), benches, records, part)
     scenes = benches.get("camvid")
     if pictures is not None and isinstance(scenes, CamvidBench):
         pictures.mkdir(parents=True, exist_ok=True)
