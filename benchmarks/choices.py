@@ -78,7 +78,7 @@ CHOICES = (
         "How alpha is fitted to few large images",
         "alpha_shift",
         "for ImageNet the wide blur with one alpha a layer in groups; for CamVid the domain shift "
-        "with λ = 1.",
+        "with λ = 1. With mobilenet_v2 the last three settings of ImageNet's were not run.",
         "Alpha fitted on every other source image under a shift, with a strength of the "
         "regulariser, and for ImageNet with one alpha for all channels of a layer and in groups "
         "of several sizes; errors, or what masks lack of overlapping (100 - mIoU), on the others "
@@ -93,7 +93,7 @@ CHOICES = (
         "count",
         "2: the lowest mean with both networks.",
         "The shipped alpha times B / (B + that number), errors on 400 training images in six "
-        "simulated domains (`choose_count.py --images 400`). 0 is plain TTN.",
+        "simulated domains (`choose_count.py`). 0 is plain TTN.",
         lambda r: _by_batch_size(r, f"{r['value']:g}"),
         by_column=True,
     ),

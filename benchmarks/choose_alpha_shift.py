@@ -4,13 +4,12 @@ python benchmarks/choose_alpha_shift.py imagenet FOLDER --network mobilenet_v2=F
 python benchmarks/choose_alpha_shift.py camvid FOLDER --network CHECKPOINT [--device cuda]
 
 For ImageNet the paper fits alpha under the prior's shift, for street scenes it does not say. With a
-few thousand images there are few steps, and the gradient of a single channel's alpha is mostly
-noise: what shares one alpha, and the sizes of the batches that it is fitted in, are settings as
-well. For each setting: alpha fitted on every other source image, and what the
-network makes of the others in simulated domains (source_data.py) at every batch size, as a
-percentage that is wrong: images, or what masks lack of overlapping (100 - mIoU). The lowest mean is
-the choice, for ImageNet over both networks. No test image and no corruption that is scored is
-looked at.
+few thousand images there are few steps, perhaps too few for one alpha a channel: what shares one
+alpha, and the sizes of the batches that it is fitted in, are settings as well. For each setting:
+alpha fitted on every other source image, and what the network makes of the others in simulated
+domains (source_data.py) at every batch size, as a percentage that is wrong: images, or what masks
+lack of overlapping (100 - mIoU). The lowest mean is the choice, for ImageNet over both networks. No
+test image and no corruption that is scored is looked at.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 import ttnorm
 from ttnorm.augment import BLUR, DOMAIN_PARTS, PRIOR_PARTS, Augment
 from ttnorm.bench.camvid import PARTS, CamvidBench
-from ttnorm.bench.imagenet import SHIFT_OF_FEW, ImageNetBench
+from ttnorm.bench.imagenet import FEW, SHIFT_OF_FEW, ImageNetBench
 from ttnorm.bench.job import classes_of
 from ttnorm.bench.scores import score
 from ttnorm.bench.subject import FULL, Setup
@@ -49,7 +48,7 @@ SHIFTS: dict[str, dict[str, Augment]] = {
         "both": partial(ttnorm.domain_shift, parts=(*PARTS, *PRIOR_PARTS[1:]), blur=BLUR),
     },
 }
-GROUPS = (1, 2, 4, 16, 64)
+GROUPS = FEW["group_sizes"]
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "imagenet": (
         {"shift": "domain shift", "epochs": 0},  # the prior itself
@@ -69,7 +68,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 DEFAULTS: dict[str, Any] = {"granularity": "channel", "lambda_": 1.0, "group_sizes": None}
-RATES = {"channel": 4e-3, "layer": 1e-2}
+RATES = {"channel": 4e-3, "layer": FEW["lr"]}
 CONSTANTS = (0.0, 0.1, 0.2)  # for comparison
 BATCH_SIZES = {"imagenet": (64, 16, 4, 2, 1), "camvid": (8, 4, 2)}
 AT_ONCE = {"imagenet": 256, "camvid": 16}

@@ -11,11 +11,8 @@ corruption that is scored is looked at.
 from __future__ import annotations
 
 import measure
-import torch
-from source_data import held_out, simulated
-from torch import Tensor, nn
+from source_data import error, held_out, simulated
 
-import ttnorm
 from ttnorm.models import zoo
 from ttnorm.norms import ttn_counted
 
@@ -24,7 +21,7 @@ BATCH_SIZES = (200, 64, 16, 4, 2, 1)
 
 
 def main() -> None:
-    args = measure.source_data_parser(__doc__, images=1000).parse_args()
+    args = measure.source_data_parser(__doc__, images=400).parse_args()
     _, images, labels = held_out(args)
     domains = simulated(images)
     alpha_file = zoo.alpha_files(args.network)["ttn"]
@@ -35,8 +32,8 @@ def main() -> None:
             model = zoo.load(args.network, args.device)
             ttn_counted(model, size, alpha_file, source=source)
             for name, x in domains.items():
-                errors[name][size] = _error(model, x, labels, size)
-        every = [error for by_size in errors.values() for error in by_size.values()]
+                errors[name][size] = error(model, x, labels, size)
+        every = [e for by_size in errors.values() for e in by_size.values()]
         records.append(
             {
                 "choice": "ttn-counted, source",
@@ -50,14 +47,6 @@ def main() -> None:
         )
         print(records[-1], flush=True)
     measure.keep(f"count.{args.network}", records)
-
-
-@torch.no_grad()
-def _error(model: nn.Module, images: Tensor, labels: Tensor, size: int) -> float:
-    """Percent wrong."""
-    with ttnorm.isolated(model, size):
-        predicted = torch.cat([model(x).argmax(1) for x in images.split(1600)])
-    return 100 * (predicted != labels).double().mean().item()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from functools import partial
 
 import measure
 import torch
-from source_data import held_out, simulated
+from source_data import error, held_out, simulated
 from torch import Tensor, nn
 
 import ttnorm
@@ -45,7 +45,7 @@ def main() -> None:
         )
         errors = {name: _errors(model, x, labels) for name, x in domains.items()}
         ttnorm.revert_(model)
-        every = [error for by_size in errors.values() for error in by_size.values()]
+        every = [e for by_size in errors.values() for e in by_size.values()]
         prior = result.prior or {}
         records.append(
             {
@@ -66,15 +66,9 @@ def main() -> None:
     measure.keep(f"prior_shift.{args.network}", records)
 
 
-@torch.no_grad()
 def _errors(model: nn.Module, images: Tensor, labels: Tensor) -> dict[int, float]:
     """Percent wrong at every batch size."""
-    errors = {}
-    for size in BATCH_SIZES:
-        with ttnorm.isolated(model, size):
-            predicted = torch.cat([model(x).argmax(1) for x in images.split(1600)])
-        errors[size] = 100 * (predicted != labels).double().mean().item()
-    return errors
+    return {size: error(model, images, labels, size) for size in BATCH_SIZES}
 
 
 if __name__ == "__main__":

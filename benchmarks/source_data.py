@@ -8,8 +8,9 @@ from argparse import Namespace
 import torch
 import torch.nn.functional as F
 from kornia.filters import gaussian_blur2d
-from torch import Tensor
+from torch import Tensor, nn
 
+import ttnorm
 from ttnorm.data.cifar import load_cifar
 from ttnorm.data.loader import DeviceLoader
 
@@ -24,6 +25,14 @@ def held_out(args: Namespace) -> tuple[DeviceLoader, Tensor, Tensor]:
     images, labels = (t.to(args.device) for t in load_cifar(args.data, "train"))
     loader = DeviceLoader(images[:-count], labels[:-count], 200)
     return loader, images[-count:].float() / 255, labels[-count:]
+
+
+@torch.no_grad()
+def error(model: nn.Module, images: Tensor, labels: Tensor, batch_size: int) -> float:
+    """Percent wrong in batches of that size, of a converted network."""
+    with ttnorm.isolated(model, batch_size):
+        predicted = torch.cat([model(x).argmax(1) for x in images.split(1600)])
+    return 100 * (predicted != labels).double().mean().item()
 
 
 def simulated(x: Tensor) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 # Without a GPU, Triton's interpreter runs the kernels; it has to know before it is imported.
 if not torch.cuda.is_available():
@@ -55,3 +56,10 @@ def folding_network():
             return self.norm(x.repeat(2, 1, 1, 1)).mean((2, 3))[: len(x)]
 
     return Folding()
+
+
+@pytest.fixture
+def loader():
+    """Labelled images for the small network, in another order every time."""
+    x, y = torch.rand(40, 3, 12, 12), torch.randint(4, (40,))
+    return DataLoader(TensorDataset(x, y), batch_size=10, shuffle=True)

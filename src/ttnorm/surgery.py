@@ -167,9 +167,8 @@ def _same_batch_everywhere(
     model: nn.Module, layers: Mapping[str, TTNormBase]
 ) -> list[RemovableHandle]:
     """Hooks that compare the number of samples every layer sees with those the model was given."""
-    in_progress = (
-        threading.local()
-    )  # lengths of the tensors that a thread's forward was called with
+    # of every thread: the lengths of the tensors that its forward in progress was called with
+    in_progress = threading.local()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim()]

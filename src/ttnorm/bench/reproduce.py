@@ -50,9 +50,10 @@ def reproduce(
         records: a folder, with a file for every data set.
         only: a part of each.
     """
+    only = only or Only()
+    chosen = {name: only.of(name, whole) for name, whole in experiments_named(names).items()}
     records.mkdir(parents=True, exist_ok=True)
-    for name, whole in experiments_named(names).items():
-        experiment = (only or Only()).of(name, whole)
+    for name, experiment in chosen.items():
         there = [bench for bench in benches.values() if bench.dataset in experiment.datasets]
         for dataset in experiment.datasets:
             if dataset not in {bench.dataset for bench in there}:

@@ -88,8 +88,6 @@ def reproduce(
         scenarios=tuple(scenario or ()),
         batch_sizes=tuple(batch_size or ()),
     )
-    for name, experiment in chosen.items():
-        part.of(name, experiment)
     small, large = subject.FULL, subject.FULL
     if quick:
         small, large = subject.QUICK, subject.QUICK_LARGE

@@ -1,0 +1,163 @@
+"""Post-training gives the same alpha again, also after it was stopped: seeds and checkpoints."""
+
+import copy
+import dataclasses
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ttnorm
+from ttnorm import PostTrainConfig, optimise_alpha, post_train_
+from ttnorm.posttrain import _name_of
+
+
+class Darker:
+    """An augmentation that is an object."""
+
+    def __call__(self, images, generator):
+        return images / 2
+
+
+class TestReproducible:
+    CONFIG = PostTrainConfig(epochs=3, lr=0.02, prior_samples=20)
+
+    def run(self, model, loader, **kwargs):
+        result = post_train_(model, loader, kwargs.pop("config", self.CONFIG), **kwargs)
+        ttnorm.revert_(model)
+        return torch.cat(list(result.alpha.values()))
+
+    def test_the_seed_decides_whatever_was_drawn_before(self, small_network, loader):
+        first = self.run(small_network, loader)
+        torch.rand(7), random.random(), np.random.rand()
+        assert torch.equal(self.run(small_network, loader), first)
+        other = self.run(small_network, loader, config=dataclasses.replace(self.CONFIG, seed=1))
+        assert not torch.equal(other, first)
+
+    def test_a_loader_with_its_own_generator(self, small_network, loader):
+        own = torch.Generator().manual_seed(5)
+        loader = DataLoader(loader.dataset, batch_size=10, shuffle=True, generator=own)
+        first, state = self.run(small_network, loader), own.get_state()
+        own.manual_seed(99)
+        assert torch.equal(self.run(small_network, loader), first)
+        assert torch.equal(own.get_state(), torch.Generator().manual_seed(99).get_state())
+        assert not torch.equal(state, own.get_state())
+
+    def test_a_batch_sampler_with_its_own_generator(self, small_network, loader):
+        class Batches:
+            def __init__(self):
+                self.generator = torch.Generator().manual_seed(5)
+
+            def __iter__(self):
+                return iter(torch.randperm(40, generator=self.generator).view(4, 10).tolist())
+
+            def __len__(self):
+                return 4
+
+        loader = DataLoader(loader.dataset, batch_sampler=Batches())
+        first = self.run(small_network, loader)
+        assert torch.equal(self.run(small_network, loader), first)
+
+    def test_workers_that_outlive_an_epoch_are_warned_of(
+        self, small_network, loader, tmp_path, caplog
+    ):
+        lasting = DataLoader(loader.dataset, batch_size=20, num_workers=1, persistent_workers=True)
+        self.run(small_network, lasting, checkpoint=tmp_path / "run.safetensors")
+        assert "persistent_workers" in caplog.text
+
+    def test_nobody_s_random_state_moves(self, small_network, loader):
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+        self.run(small_network, loader)
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert (np.random.get_state()[1] == states[2]).all()
+
+    @pytest.mark.parametrize("amp", [None, "float16"])
+    @pytest.mark.parametrize("stop_after", [1, 2, 3])
+    def test_a_stopped_run_goes_on_to_the_same_alpha(
+        self, small_network, loader, tmp_path, stop_after, amp
+    ):
+        config = dataclasses.replace(self.CONFIG, amp=amp)
+        expected = self.run(small_network, loader, config=config)
+        batches = []
+
+        def stop(images, generator):
+            batches.append(1)
+            if len(batches) == 4 * stop_after:  # the last batch of an epoch: before its checkpoint
+                raise KeyboardInterrupt
+            return ttnorm.domain_shift(images, generator)
+
+        stop.__qualname__ = "domain_shift"  # to a checkpoint, the same augmentation
+        checkpoint = tmp_path / "run.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            self.run(small_network, loader, config=config, augment=stop, checkpoint=checkpoint)
+        assert type(small_network[1]) is nn.BatchNorm2d
+        assert checkpoint.exists() == (stop_after > 1)
+        resumed = self.run(small_network, loader, config=config, checkpoint=checkpoint)
+        assert torch.equal(resumed, expected)
+
+    @pytest.mark.parametrize(
+        "augment", [functools.partial(ttnorm.domain_shift, per="image"), Darker()]
+    )
+    def test_an_augmentation_is_recognised_in_another_process(self, augment):
+        other = copy.deepcopy(augment)  # another object, at another address
+        assert _name_of(augment) == _name_of(other)
+
+    @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+    def test_mean_and_std_of_any_kind(self, small_network, loader, tmp_path, kind):
+        options = {"mean": kind([0.0] * 3), "std": kind([1.0] * 3)}
+        options["checkpoint"] = tmp_path / "run.safetensors"
+        first = self.run(small_network, loader, **options)
+        assert torch.equal(self.run(small_network, loader, **options), first)
+
+    def test_a_finished_run_is_read_not_run(self, small_network, loader, tmp_path):
+        checkpoint = tmp_path / "run.safetensors"
+        expected = self.run(small_network, loader, checkpoint=checkpoint)
+        assert torch.equal(self.run(small_network, [], checkpoint=checkpoint), expected)
+
+    def test_another_run_s_checkpoint_is_refused(self, small_network, loader, tmp_path):
+        checkpoint = tmp_path / "run.safetensors"
+        self.run(small_network, loader, checkpoint=checkpoint)
+        other = dataclasses.replace(self.CONFIG, lr=0.5)
+        with pytest.raises(ValueError, match="checkpoint of another run: its config differs"):
+            self.run(small_network, loader, config=other, checkpoint=checkpoint)
+        with pytest.raises(ValueError, match="its loss differs"):
+            self.run(small_network, loader, loss=F.multi_margin_loss, checkpoint=checkpoint)
+        shift = ttnorm.domain_shift
+        with pytest.raises(ValueError, match="its prior augmentation differs"):
+            self.run(small_network, loader, prior_augment=shift, checkpoint=checkpoint)
+        with pytest.raises(ValueError, match="its augmentation differs"):
+            self.run(small_network, loader, augment=ttnorm.prior_shift, checkpoint=checkpoint)
+        with pytest.raises(ValueError, match="its mean and std differs"):
+            self.run(small_network, loader, mean=[0.0] * 3, std=[1.0] * 3, checkpoint=checkpoint)
+        one, other = ({"1": torch.rand(6), "4": torch.rand(8)} for _ in range(2))
+        own = tmp_path / "own.safetensors"
+        optimise_alpha(small_network, loader, one, self.CONFIG, checkpoint=own)
+        with pytest.raises(ValueError, match="prior is not the one"):
+            optimise_alpha(small_network, loader, other, self.CONFIG, checkpoint=own)
+        small_network[1].running_mean += 1
+        with pytest.raises(ValueError, match="its network differs"):
+            self.run(small_network, loader, checkpoint=checkpoint)
+
+    def test_a_run_whose_scaler_skipped_every_step_resumes(self, small_network, loader, tmp_path):
+        """Then Adam has no state yet."""
+        config = PostTrainConfig(epochs=2, steps_per_epoch=1, amp="float16", prior_samples=20)
+        batches = []
+
+        def stop(images, generator):
+            batches.append(1)
+            if len(batches) == 2:
+                raise KeyboardInterrupt
+            return ttnorm.domain_shift(images, generator)
+
+        stop.__qualname__ = "domain_shift"
+        options = {"loss": lambda o, y: 5e4 * F.cross_entropy(o, y), "config": config}
+        options["checkpoint"] = tmp_path / "run.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            self.run(small_network, loader, augment=stop, **options)
+        assert self.run(small_network, loader, **options).isfinite().all()
