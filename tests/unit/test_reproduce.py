@@ -1,9 +1,10 @@
 """The paper's experiments: what they consist of, and that they run, once."""
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from ttnorm.bench import tables
+from ttnorm.bench import tables, variants
 from ttnorm.bench.cifar import CifarBench
 from ttnorm.bench.experiments import EXPERIMENTS, Only, experiments_named, parts
 from ttnorm.bench.records import read_records, variant_of
@@ -97,6 +98,15 @@ def test_an_experiment_runs_once(bench, tmp_path, caplog):
     assert all(cell.ours is not None for _, cells in table.rows for cell in cells)
     reproduce(["table8", "table14"], bench, records)  # the latter is the default
     assert read_records([records]) == found
+
+
+def test_under_true_corruptions_the_first_images_are_fitted_to(bench, monkeypatch):
+    monkeypatch.setattr(variants, "MOST_UNDER_TRUE", 50)
+    source = {name: bench["cifar10"].source(name) for name in ("default", "prior-fog", "alpha-fog")}
+    assert [len(s.train.labels) for s in source.values()] == [200, 50, 50]
+    assert [len(s.corrupted) for s in source.values()] == [0, 0, 1]
+    labels = source["alpha-fog"].corrupted["fog"].labels
+    assert torch.equal(labels, source["default"].train.labels[:50])
 
 
 def test_methods_and_the_clean_test_set(bench, tmp_path):

@@ -154,6 +154,14 @@ def test_a_table_of_variants_has_the_papers_beside():
         tables.by_variant(records, dataset="cifar100-c", names=names, title="lambda")
 
 
+def test_the_average_over_one_batch_size_is_left_out():
+    of_one_size = [r for r in RECORDS if r["norm"] == "ttn" and r["batch_size"] == 200]
+    records, names = fitted("lambda-10", 0, of_one_size), {"lambda-10": "λ = 10"}
+    found = tables.by_variant(records, dataset="cifar10-c", names=names, title="lambda")
+    assert found.columns == ["B = 200"]
+    assert [len(cells) for _, cells in found.rows] == [1]
+
+
 def test_by_domain():
     found = tables.by_domain(RECORDS, dataset="cifar10-c", scenario="single", batch_size=1)
     assert found.columns[:2] == ["gaussian noise", "shot noise"]

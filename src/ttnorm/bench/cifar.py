@@ -65,12 +65,16 @@ class CifarBench:
         return Subject(self.name, self.model, self.source, self.setup.alphas)
 
     def source(self, variant: str) -> Source:
-        corruption = VARIANTS[variant].corruption
-        corrupted = self._under(self.train, "train", (corruption,)) if corruption else {}
+        corruption, most = VARIANTS[variant].corruption, VARIANTS[variant].most
+
+        def train() -> Images:
+            return Images(*(t[:most] for t in self.train))
+
+        corrupted = self._under(train(), "train", (corruption,)) if corruption else {}
         corrupted = {
             name: Images(*(t.to(self.setup.device) for t in x)) for name, x in corrupted.items()
         }
-        return Source(lambda: self.train, corrupted, self.setup.textures, self.setup.scale.epochs)
+        return Source(train, corrupted, self.setup.textures, self.setup.scale.epochs)
 
     def tests(self, clean: bool) -> list[Domains]:
         return [self.clean if clean else self.corrupted]

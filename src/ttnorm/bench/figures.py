@@ -163,7 +163,7 @@ def corruption_by_corruption(
     axes.set_yticks(range(len(rows)), [c.replace("_", " ") for c in rows], fontsize=8)
     axes.set_xlabel("augmentation for " + ("the prior" if what == "prior" else "optimising alpha"))
     axes.set_ylabel("test corruption")
-    axes.set_title(f"{dataset}: error in %, B = {batch_size}", loc="left")
+    axes.set_title(f"{dataset}: error in %, B = {batch_size}; dark is low in its row", loc="left")
     return figure
 
 

@@ -13,6 +13,7 @@ from ..data.corruptions import CORRUPTIONS
 from ..data.segmentation import layout_of
 from . import figures, formats, paper, tables
 from .records import Record, variant_of
+from .variants import MOST_UNDER_TRUE
 
 TITLES = {
     "single": "Single domain: one corruption after another, starting anew at each",
@@ -126,6 +127,8 @@ def _ablations(page: _Page, records: list[Record], title: str) -> None:
     for what, name in (("prior", "the prior"), ("alpha", "optimising alpha")):
         if any(f"{what}-{c}" in variants for c in CORRUPTIONS):
             page.add(f"## {title}. True corruptions as augmentation for {name}")
+            few = f"the first {MOST_UNDER_TRUE:,} training images"
+            page.add(f"Alpha was fitted to {few} here; the default's, in the last column, to all.")
             figure = figures.corruption_by_corruption(records, dataset=dataset, what=what)
             page.figure(f"{base}-corruptions-{what}", figure)
 

@@ -227,7 +227,8 @@ def score_name(records: Sequence[Record]) -> str:
 def by_variant(
     records: Iterable[Record], *, dataset: str, names: Mapping[str, str], title: str
 ) -> Table:
-    """A row per variant of post-training, a column per batch size and one for their average.
+    """A row per variant of post-training, a column per batch size and one for their average
+    where there are several.
 
     Args:
         names: what readers call a variant, in the order of the rows.
@@ -252,8 +253,8 @@ def by_variant(
         for size in sizes:
             theirs = paper.variant_error(variant, size) if published else None
             cells.append(_cell(found.get(variant, {}).get(size, []), domains, theirs))
-        rows.append((name, [*cells, _average(cells)]))
-    columns = [*(f"B = {size}" for size in sizes), "average"]
+        rows.append((name, [*cells, _average(cells)] if len(sizes) > 1 else cells))
+    columns = [f"B = {size}" for size in sizes] + ["average"] * (len(sizes) > 1)
     return Table(f"{dataset}, {title}: error in %", columns, rows, _note(chosen))
 
 

@@ -28,6 +28,7 @@ from ..prior import estimate_prior
 from ..surgery import convert_, remember_config
 
 SEVERITY = 5  # of the corruptions that are taken for augmentation
+MOST_UNDER_TRUE = 10_000  # training images, the first ones: there are thirty such fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,11 @@ class Variant:
     average: str | None = None
     prior_corruption: str | None = None
     corruption: str | None = None
+
+    @property
+    def most(self) -> int | None:
+        """Training images that it is fitted to; None for all."""
+        return MOST_UNDER_TRUE if self.prior_corruption or self.corruption else None
 
 
 VARIANTS: dict[str, Variant] = {
