@@ -13,8 +13,8 @@ from __future__ import annotations
 import measure
 from source_data import error, held_out, simulated
 
+import ttnorm
 from ttnorm.models import zoo
-from ttnorm.norms import ttn_counted
 
 SOURCE = (0.0, 1.0, 2.0, 4.0, 8.0)
 BATCH_SIZES = (200, 64, 16, 4, 2, 1)
@@ -28,9 +28,9 @@ def main() -> None:
     records = []
     for source in SOURCE:
         errors: dict[str, dict[int, float]] = {name: {} for name in domains}
+        model = zoo.load(args.network, args.device)
+        ttnorm.load_(model, alpha_file, source_count=source)
         for size in BATCH_SIZES:
-            model = zoo.load(args.network, args.device)
-            ttn_counted(model, size, alpha_file, source=source)
             for name, x in domains.items():
                 errors[name][size] = error(model, x, labels, size)
         every = [e for by_size in errors.values() for e in by_size.values()]

@@ -75,18 +75,26 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             parts = {f"{prefix}{k}": t.half().cpu() for k, t in known._asdict().items()}
             _check_finite(parts, "The model")
             tensors |= parts
+    layers = ttn_layers(model).values()
     metadata = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "ttnorm": __version__,
         "config": config_of(model) or {},
-        "cross_term": all(layer.cross_term for layer in ttn_layers(model).values()),
+        "cross_term": all(layer.cross_term for layer in layers),
+        "source_count": max(layer.source_count for layer in layers),
         "fingerprint": fingerprint(model),
     }
     write_atomically(path, tensors, {**metadata, "sha256": checksum(tensors, metadata)})
 
 
-def load_(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> nn.Module:
+def load_(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    source_count: float | None = None,
+) -> nn.Module:
     """Turn BatchNorm layers into test-time normalization layers with the alphas of a file.
 
     Args:
@@ -94,6 +102,8 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True
         path: what `save` wrote.
         strict: False accepts a network of the same layers with other running statistics, such as
             another checkpoint of the same architecture.
+        source_count: see `convert_`; the file's by default, which is 0 unless it was fitted with
+            another.
 
     Returns:
         The same model.
@@ -104,7 +114,10 @@ def load_(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True
     """
     tensors, metadata = _read_checked(path)
     _check_fingerprint(metadata["fingerprint"], fingerprint(model), strict, path)
-    convert_(model, _alphas_of(tensors, metadata), cross_term=metadata["cross_term"])
+    if source_count is None:
+        source_count = metadata.get("source_count", 0.0)
+    options = {"cross_term": metadata["cross_term"], "source_count": source_count}
+    convert_(model, _alphas_of(tensors, metadata), **options)
     remember_config(model, metadata["config"])
     network = unwrap(model)
     for attribute, (prefix, kind) in KNOWN.items():

@@ -71,11 +71,14 @@ class NormRelu(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         norm = self.norm
         fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
-        if torch.is_grad_enabled() or norm.sync or not fits or not kernels.usable(x) or not len(x):
+        size = min(norm.group_size or len(x), len(x))
+        if norm.source_count and size and len(x) % size:  # a last group with an alpha of its own
+            fits = False
+        if torch.is_grad_enabled() or norm.sync or not fits or not kernels.usable(x) or not size:
             y = norm(x)
             return F.relu(y if residual is None else y + residual)
         tensors = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        alpha = check_arguments(x, *tensors, norm.alpha, norm.group_size)
+        alpha = check_arguments(x, *tensors, norm.alpha_for(size), norm.group_size)
         return kernels.forward(
             x,
             norm.weight,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .distributed import group_to_reduce
+from .distributed import group_to_reduce, sum_over_ranks
 from .functional import test_time_norm
 
 
@@ -31,17 +31,49 @@ class TTNormBase(nn.Module):
 
     group_size: int | None = None  # see `ttnorm.isolated`
     cross_term: bool = True  # see `ttnorm.functional.mix_moments`
+    source_count: float = 0.0  # see `alpha_for`
     sync: bool = False  # reduce the batch's moments over `process_group`, None being all ranks
     process_group: dist.ProcessGroup | None = None
 
     def standardise(self, x: Tensor) -> Tensor:
+        if not self.source_count:
+            return self._with_alpha(x, self.alpha)
+        if self.group_size is None:
+            return self._with_alpha(x, self.alpha_for(self._samples_of_all_ranks(x)))
+        size = min(self.group_size, x.shape[0])
+        rest = x.shape[0] % size if size else 0
+        if not rest:
+            return self._with_alpha(x, self.alpha_for(size))
+        # a last group of fewer samples has an alpha of its own
+        parts = [(x[:-rest], size), (x[-rest:], rest)]
+        return torch.cat([self._with_alpha(part, self.alpha_for(n)) for part, n in parts])
+
+    def alpha_for(self, samples: int | Tensor) -> Tensor:
+        """alpha * n / (n + source_count) for a batch of n samples.
+
+        As if the source counted for so many samples beside the batch's: the fewer there are, the
+        less they say.
+        """
+        if not self.source_count:
+            return self.alpha
+        return (self.alpha * (samples / (samples + self.source_count))).to(self.alpha.dtype)
+
+    def _samples_of_all_ranks(self, x: Tensor) -> int | Tensor:
+        """In the batch that the statistics are of."""
+        group = group_to_reduce(self.process_group) if self.sync else None
+        if group is None:
+            return x.shape[0]
+        samples = torch.tensor(x.shape[0], dtype=torch.float64, device=x.device)
+        return sum_over_ranks(group, samples)[0]
+
+    def _with_alpha(self, x: Tensor, alpha: Tensor) -> Tensor:
         return test_time_norm(
             x,
             self.running_mean,
             self.running_var,
             self.weight,
             self.bias,
-            self.alpha,
+            alpha,
             self.eps,
             group_size=self.group_size,
             cross_term=self.cross_term,
@@ -57,7 +89,8 @@ class TTNormBase(nn.Module):
         if self.alpha.is_meta:
             return text
         low, high = torch.aminmax(self.alpha)
-        return f"{text}, alpha={self.alpha.mean():.3f} [{low:.3f}, {high:.3f}]"
+        text += f", alpha={self.alpha.mean():.3f} [{low:.3f}, {high:.3f}]"
+        return f"{text}, source_count={self.source_count:g}" if self.source_count else text
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # The state dict of the network before conversion has no alpha and must load all the same.

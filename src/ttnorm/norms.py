@@ -83,27 +83,26 @@ def exponential_average(
 
 
 def ttn(
-    model: nn.Module, batch_size: int, alpha_file: AlphaPath | None, *, scale: float = 1.0
+    model: nn.Module,
+    batch_size: int,
+    alpha_file: AlphaPath | None,
+    *,
+    scale: float = 1.0,
+    source: float | None = None,
 ) -> nn.Module:
-    """scale * alpha, with the alpha that post-training learned for every channel (Eq. 2)."""
+    """scale * alpha, with the alpha that post-training learned for every channel (Eq. 2).
+
+    With `source`, alpha * B / (B + source), as if the source counted for so many samples beside the
+    batch's.
+    """
     if alpha_file is None:
         raise ValueError("This norm needs an alpha file: ttnorm.post_train_ and ttnorm.save.")
-    artefact.load_(model, alpha_file)
+    artefact.load_(model, alpha_file, source_count=source)
     if scale != 1:
         for alpha in alphas(model).values():
             alpha.mul_(scale)
         remember_config(model, (config_of(model) or {}) | {"scale": scale})
     return model
-
-
-def ttn_counted(
-    model: nn.Module, batch_size: int, alpha_file: AlphaPath | None, *, source: float
-) -> nn.Module:
-    """alpha * B / (B + source): the fewer samples there are, the less their statistics say.
-
-    As in a stream, the source counts for so many samples beside the batch's.
-    """
-    return ttn(model, batch_size, alpha_file, scale=batch_size / (batch_size + source))
 
 
 def ttn_stream(
@@ -143,7 +142,7 @@ NORMS: dict[str, Norm] = {
     "ttn": Norm(function=ttn, alpha_file="ttn"),
     "ttn-scaled": Norm(function=ttn, options={"scale": 0.4}, alpha_file="ttn"),
     # benchmarks/choose_count.py
-    "ttn-counted": Norm(function=ttn_counted, options={"source": 2.0}, alpha_file="ttn"),
+    "ttn-counted": Norm(function=ttn, options={"source": 2.0}, alpha_file="ttn"),
     "ttn-dynamic": Norm(function=ttn, alpha_file="dynamic"),
     **{
         name: Norm(

@@ -54,6 +54,8 @@ class PostTrainConfig:
         group_sizes: cut every step's batch into groups of a size that is drawn from these, each
             normalised on its own, as smaller test batches are; no sample is left out. Groups are
             not shared between ranks.
+        source_count: samples that the source counts for beside those of a batch: see `convert_`.
+            With it, and with group_sizes, one alpha is fitted for all batch sizes.
         shift: one per batch, as a test batch is one domain, or one per image. Says nothing about
             an augmentation of your own.
         early_stop: stop when the MSE's relative change stays below this for `patience` epochs.
@@ -76,6 +78,7 @@ class PostTrainConfig:
     average: Literal["layer", "constant"] | None = None
     dynamic_batch: tuple[int, int] | None = None
     group_sizes: tuple[int, ...] | None = None
+    source_count: float = 0.0
     shift: Per = "batch"
     early_stop: float | None = None
     patience: int = 3
@@ -106,7 +109,14 @@ class PostTrainConfig:
             )
         if self.lr <= 0:
             raise ValueError(f"lr is {self.lr}, expected a positive number.")
-        least = {"epochs": 0, "lambda_": 0, "patience": 1, "prior_samples": 1, "steps_per_epoch": 1}
+        least = {
+            "epochs": 0,
+            "lambda_": 0,
+            "source_count": 0,
+            "patience": 1,
+            "prior_samples": 1,
+            "steps_per_epoch": 1,
+        }
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and value < low:
@@ -194,7 +204,7 @@ def post_train_(
     result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
     with reproducible(loader, config.seed, epoch=0):
         known = {CONTENT: content_of(model, loader), CLASSES: classes_of(model, loader)}
-    convert_(model, result.alpha)
+    convert_(model, result.alpha, source_count=config.source_count)
     for attribute, value in known.items():
         if value is not None:  # as where a finished run is read with no images
             unwrap(model).__dict__[attribute] = value
@@ -243,7 +253,10 @@ def _fit(
 ) -> PostTrainResult:
     if checkpoint is not None:
         warn_of_lasting_workers(loader)
-    with borrowed(model, alpha=0.0) as layers, torch.enable_grad():
+    with (
+        borrowed(model, alpha=0.0, source_count=config.source_count) as layers,
+        torch.enable_grad(),
+    ):
         fit = Fit(model, layers, prior, config, loss or cross_entropy, shift)
         if state is not None:
             fit.resume(state)

@@ -41,9 +41,20 @@ class Frames:
 
 
 def usable(x: Tensor) -> Tensor:
-    """Which samples may be remembered: not those that are not finite, or of one colour."""
+    """Which samples may be remembered: not those that are not finite, or of one colour.
+
+    That is, of one value in each of their channels, however images were normalised; where a channel
+    has no pixels, of one value altogether.
+
+    Args:
+        x: (N, C) or (N, C, ...).
+    """
     flat = x.detach().flatten(1)
-    return torch.isfinite(flat).all(1) & (flat.amax(1) > flat.amin(1))
+    pixels = x.detach().flatten(2) if x.dim() > 2 else flat[:, None]
+    if pixels.shape[2] == 1:
+        pixels = flat[:, None]
+    varied = (pixels.amax(2) > pixels.amin(2)).any(1)
+    return torch.isfinite(flat).all(1) & varied
 
 
 def exactly(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -33,6 +33,7 @@ from .layers import (
 STREAM = "_ttnorm_stream"  # the attribute of a network that remembers: see `stream`
 CONTENT = "_ttnorm_content"  # and of one that knows how source images vary: see `shallow`
 CLASSES = "_ttnorm_classes"  # and what their classes do to statistics: see `classes`
+OPTIONS = ("cross_term", "source_count", "group_size", "sync")  # of a layer, beside alpha
 # By name, so that neither torchvision nor timm has to be installed.
 _CONVERTED: dict[str, type[TTNormBase]] = {
     "torch.nn.modules.batchnorm.BatchNorm1d": TTNorm1d,
@@ -45,7 +46,11 @@ _CONVERTED: dict[str, type[TTNormBase]] = {
 
 
 def convert_(
-    model: nn.Module, alpha: float | Mapping[str, Tensor], *, cross_term: bool = True
+    model: nn.Module,
+    alpha: float | Mapping[str, Tensor],
+    *,
+    cross_term: bool = True,
+    source_count: float = 0.0,
 ) -> nn.Module:
     """Turn every BatchNorm layer into a test-time normalization layer, in place.
 
@@ -59,6 +64,8 @@ def convert_(
         alpha: one number for all channels (0 is plain BatchNorm in eval mode, 1 uses the batch's
             statistics alone), or a tensor per layer, keyed by module name as in `alphas`.
         cross_term: False for the variance of alpha-BN and AdaptiveBN as they were published.
+        source_count: samples that the source counts for beside those of a batch: of n samples,
+            alpha * n / (n + source_count) is trusted. 0 is the paper's: alpha at every batch size.
 
     Returns:
         The same model.
@@ -68,6 +75,8 @@ def convert_(
         >>> convert_(model, alpha=0.1)[1]
         TTNorm2d(8, eps=1e-05, alpha=0.100 [0.100, 0.100])
     """
+    if not source_count >= 0:
+        raise ValueError(f"source_count is {source_count}, expected 0 or more samples.")
     layers = batchnorm_layers(model)
     classes = {name: _converted_class(name, layer) for name, layer in layers.items()}
     values = _alpha_per_layer(layers, alpha)
@@ -78,6 +87,7 @@ def convert_(
             layer.__class__ = classes[name]
         layer.register_buffer("alpha", values[name])
         layer.cross_term = cross_term  # type: ignore[assignment]
+        layer.source_count = float(source_count)  # type: ignore[assignment]
     return model
 
 
@@ -198,16 +208,20 @@ def _same_batch_everywhere(
 
 @contextlib.contextmanager
 def borrowed(
-    model: nn.Module, alpha: float | Mapping[str, Tensor]
+    model: nn.Module, alpha: float | Mapping[str, Tensor], **options: Any
 ) -> Iterator[dict[str, TTNormBase]]:
-    """Inside, the model is converted, in eval mode and frozen; outside, it is as it was."""
+    """Inside, the model is converted, in eval mode and frozen; outside, it is as it was.
+
+    Args:
+        alpha, options: see `convert_`.
+    """
     modes = [(module, module.training) for module in model.modules()]
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     ours = [m for m in model.modules() if isinstance(m, TTNormBase)]
-    before = [(m, m.alpha, m.cross_term, m.sync, m.group_size) for m in ours]
+    before = [(m, {name: getattr(m, name) for name in ("alpha", *OPTIONS)}) for m in ours]
     config = config_of(model)
     refuse_stream(model, "Post-training")
-    convert_(model, alpha)
+    convert_(model, alpha, **options)
     try:
         model.eval()
         for parameter, _ in frozen:
@@ -219,9 +233,9 @@ def borrowed(
         for layer in ttn_layers(model).values():
             if layer not in ours:
                 _revert(layer)
-        for layer, value, cross_term, sync, group_size in before:
-            layer.alpha, layer.cross_term, layer.sync = value, cross_term, sync
-            layer.group_size = group_size
+        for layer, values in before:
+            for name, value in values.items():
+                setattr(layer, name, value)
         remember_config(model, config)
         for parameter, required in frozen:
             parameter.requires_grad_(required)
@@ -279,7 +293,7 @@ def _revert(layer: TTNormBase) -> None:
     plain = next(kind for kind in type(layer).__mro__ if not issubclass(kind, TTNormBase))
     before = layer.__dict__.pop("_class_before", plain)
     del layer.alpha
-    for name in ("cross_term", "group_size", "sync", "standardise"):
+    for name in (*OPTIONS, "standardise"):
         layer.__dict__.pop(name, None)
     layer.__class__ = before
 

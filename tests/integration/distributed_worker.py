@@ -51,13 +51,13 @@ def darker(images, generator):
     return images * (0.3 + 0.7 * torch.rand(1, generator=generator).double())
 
 
-def sync_layer():
+def sync_layer(source_count=0.0):
     torch.manual_seed(1)
     x = part(torch.randn(8, 4, 5, 5, dtype=torch.float64)).requires_grad_()
     target = part(torch.randn(8, 4, 5, 5, dtype=torch.float64))
     layer = nn.SyncBatchNorm(4).double()
     layer.running_mean.normal_()
-    ttnorm.convert_(layer, alpha=0.4)
+    ttnorm.convert_(layer, alpha=0.4, source_count=source_count)
     layer.alpha = layer.alpha.clone().requires_grad_()
     y = layer(x)
     (y * target).sum().backward()
@@ -107,7 +107,8 @@ def post_train():
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    tensors = sync_layer() | post_train()
+    counted = {f"counted {name}": value for name, value in sync_layer(source_count=3.0).items()}
+    tensors = sync_layer() | counted | post_train()
     if dist.get_rank() == 0:
         save_file(tensors, sys.argv[1])
     dist.destroy_process_group()

@@ -35,9 +35,10 @@ def results(tmp_path_factory):
     return [launch(n, folder / f"{n}.safetensors") for n in (1, 2)]
 
 
+@pytest.mark.parametrize("kind", ["", "counted "])
 @pytest.mark.parametrize("name", ["output", "input gradient", "weight gradient", "alpha gradient"])
-def test_sync_layers_treat_the_batches_of_all_ranks_as_one(results, name):
-    one, two = (r[name] for r in results)
+def test_sync_layers_treat_the_batches_of_all_ranks_as_one(results, name, kind):
+    one, two = (r[kind + name] for r in results)
     torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-10)
 
 

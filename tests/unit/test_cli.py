@@ -84,6 +84,7 @@ def test_post_train_takes_every_option(project):
     options = (
         "--epochs 1 --lr 0.01 --schedule constant --init 0.3 --ce --mse --lambda 0.1 "
         "--granularity layer --average constant --dynamic-batch 2 8 --group-sizes 1,4 "
+        "--source-count 2 "
         "--shift image --early-stop 0.01 --patience 2 --steps-per-epoch 2 --amp bfloat16 "
         "--no-sync-statistics --prior-samples 8 --seed 3 --loss mine:loss --mean 0.5,0.5,0.5 "
         "--std 0.5,0.5,0.5 --checkpoint run.safetensors --device cpu"

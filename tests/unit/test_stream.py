@@ -103,6 +103,7 @@ BAD = {
     "Inf": lambda x: x[1].fill_(torch.inf),
     "black": lambda x: x.zero_(),
     "saturated": lambda x: x.fill_(1.0),
+    "of one colour": lambda x: x.copy_(torch.arange(3.0)[:, None, None].expand_as(x)),
 }
 
 
@@ -145,6 +146,15 @@ class TestBadFrames:
         spread = (stream.state["var"] - before["var"]).abs().amax(2)
         assert (spread <= 5 * FARTHEST**2 * share * 1.001).all()
         assert all(t.isfinite().all() for t in stream.state.values())
+
+
+def test_features_without_pixels_are_remembered_unless_all_alike():
+    network = ttnorm.stream_(ttnorm.convert_(nn.Sequential(nn.BatchNorm1d(3)), 0.5), memory="pool")
+    for shape in ((2, 3), (2, 3, 1)):
+        ttnorm.reset_stream_(network)
+        network(torch.tensor([[1.0, 2.0, 3.0], [4.0, 4.0, 4.0]]).view(shape))
+        health = ttnorm.health(network)[None]
+        assert (health.frames, health.rejected) == (1, 1)
 
 
 class TestLeavesNothingBehind:

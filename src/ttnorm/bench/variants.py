@@ -194,7 +194,7 @@ def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpo
     loader = DeviceLoader(*source.corrupted[variant.corruption], source.batch_size, seed)
     result = optimise_alpha(model, loader, prior, config, augment=_as_it_is, checkpoint=checkpoint)
     state.unlink()
-    convert_(model, result.alpha)
+    convert_(model, result.alpha, source_count=config.source_count)
     remember_config(model, as_json(config) | {"augmentation": variant.corruption})
 
 

@@ -68,6 +68,10 @@ def post_train(
             help="Normalise batches in groups of a size that is drawn, e.g. from 1,4,16,64."
         ),
     ] = "",
+    source_count: Annotated[
+        float,
+        typer.Option(help="Samples that the source counts for beside those of a batch."),
+    ] = 0.0,
     shift: Annotated[
         str, typer.Option(help="One simulated shift per batch or per image.")
     ] = "batch",
