@@ -93,7 +93,8 @@ CHOICES = (
         "count",
         "2: the lowest mean with both networks.",
         "The shipped alpha times B / (B + that number), errors on 400 training images in six "
-        "simulated domains (`choose_count.py`). 0 is plain TTN.",
+        "simulated domains (`choose_count.py`). 0 is plain TTN. At B = 64 the last 16 images had "
+        "the alpha of the others when this was run; now a smaller batch has its own.",
         lambda r: _by_batch_size(r, f"{r['value']:g}"),
         by_column=True,
     ),
