@@ -113,7 +113,8 @@ def load_(
             is then as it was.
     """
     tensors, metadata = _read_checked(path)
-    _check_fingerprint(metadata["fingerprint"], fingerprint(model), strict, path)
+    advice = "post-train this checkpoint, or pass strict=False"
+    check_fingerprint(path, metadata["fingerprint"], fingerprint(model), advice, strict=strict)
     if source_count is None:
         source_count = metadata.get("source_count", 0.0)
     options = {"cross_term": metadata["cross_term"], "source_count": source_count}
@@ -146,13 +147,20 @@ def _read_checked(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict
             f"{path} has format {written}, written by ttnorm {metadata.get('ttnorm')}; this "
             f"version reads up to {FORMAT_VERSION}. Upgrade ttnorm."
         )
+    check_undamaged(path, tensors, metadata)
+    _check_values(_alphas_of(tensors, metadata), path)
+    _check_finite(tensors, path)
+    return tensors, metadata
+
+
+def check_undamaged(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, Any]
+) -> None:
+    """Raise if a file's content is not that of its checksum, which is taken out of the metadata."""
     if metadata.pop("sha256", None) != checksum(tensors, metadata):
         raise ValueError(
             f"{path} is damaged: its content does not match its checksum. Copy it anew."
         )
-    _check_values(_alphas_of(tensors, metadata), path)
-    _check_finite(tensors, path)
-    return tensors, metadata
 
 
 def _alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -253,9 +261,21 @@ def _check_finite(tensors: Mapping[str, Tensor], where: object) -> None:
             )
 
 
-def _check_fingerprint(
-    theirs: dict[str, Any], ours: dict[str, Any], strict: bool, path: str | os.PathLike[str]
+def check_fingerprint(
+    path: str | os.PathLike[str],
+    theirs: dict[str, Any],
+    ours: dict[str, Any],
+    advice: str,
+    *,
+    strict: bool = True,
 ) -> None:
+    """Raise if a file was made for another network than ours.
+
+    Args:
+        theirs, ours: see `fingerprint`.
+        advice: what to do about other running statistics.
+        strict: whether these have to be the same, too.
+    """
     if theirs["layers"] != ours["layers"]:
         pairs = zip(theirs["layers"], ours["layers"], strict=False)
         first = next((f"{a} there, {b} here" for a, b in pairs if a != b), "one has more layers")
@@ -268,13 +288,12 @@ def _check_fingerprint(
         raise ValueError(
             f"{path} was saved from a {'/'.join(theirs['statistics'])} network and this one is "
             f"{'/'.join(ours['statistics'])}: their statistics cannot be compared. Load the file "
-            "before casting the network, or pass strict=False."
+            f"before casting the network, {advice}."
         )
     if strict and any(theirs["statistics"][p] != ours["statistics"][p] for p in common):
         raise ValueError(
             f"{path} was made for a network with other running statistics: another checkpoint, or "
-            "the weights are not loaded yet. Load the weights first, post-train this checkpoint, "
-            "or pass strict=False."
+            f"the weights are not loaded yet. Load the weights first, {advice}."
         )
 
 

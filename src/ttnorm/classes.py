@@ -143,10 +143,13 @@ def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> C
 
 
 def _frames(model: nn.Module, layers: list[TTNormBase], x: Tensor) -> tuple[Any, Moments | None]:
-    """A network's output, and the moments in all of its norms, (N, T), if it uses all of them."""
+    """A network's output, and the moments in all of its norms, (N, T).
+
+    These are None if it does not use all of them, or if one sees other samples than the network.
+    """
     outputs: list[Any] = []
     found = dict(entering(layers, lambda: outputs.append(model(x))))
-    if len(found) < len(layers):
+    if len(found) < len(layers) or any(len(mean) != len(x) for mean, _ in found.values()):
         return outputs[0], None
     mean, var = (torch.cat([found[i][part] for i in range(len(layers))], 1) for part in (0, 1))
     return outputs[0], (mean, var)

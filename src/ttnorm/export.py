@@ -6,11 +6,9 @@ batch and comes out beside the output: see `stream_state`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from .stream import stream_of, stream_state
-from .surgery import STREAM, ttn_layers, unwrap
+from .surgery import STREAM, eval_mode, ttn_layers, unwrap
 
 
 def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
@@ -42,7 +40,7 @@ def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
         raise ValueError("The model is isolated; export it outside of ttnorm.isolated().")
     example = _at_least_two(example)
     state: tuple[Tensor, ...] = ()
-    with _eval_mode(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         if STREAM in model.__dict__:
             if stream_of(model).routes is not None:
                 raise ValueError(
@@ -66,7 +64,8 @@ def to_onnx(
 
     Args:
         model: a converted network. After `stream_`, the tensors of `stream_state` are inputs as
-            well, and `next_NAME` outputs: what to give with the next batch.
+            well, and `next_NAME` outputs: what to give with the next batch. Several outputs of the
+            network are then `output_0` and so on.
         example: an input of any batch size.
         path: where to write.
         opset: 17 or newer. torch's exporter writes 18; what it cannot convert that to is refused.
@@ -75,14 +74,17 @@ def to_onnx(
         raise ValueError(f"opset is {opset}, expected 17 or newer.")
     program = to_exported_program(model, example)
     state = tuple(stream_of(model).state) if STREAM in unwrap(model).__dict__ else ()
-    single = len(program.graph_signature.user_outputs) == 1 + len(state)
+    others = len(program.graph_signature.user_outputs) - len(state)
+    names = ["output"] if others == 1 else [f"output_{index}" for index in range(others)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own notes on its deprecations
         exported = torch.onnx.export(
             program,
             (),
             input_names=["x", *state],
-            output_names=["output", *(f"next_{name}" for name in state)] if single else None,
+            output_names=[*names, *(f"next_{name}" for name in state)]
+            if others == 1 or state
+            else None,
             opset_version=opset,
             dynamo=True,
             verbose=False,
@@ -130,14 +132,3 @@ class _Explicit(nn.Module):
 def _at_least_two(example: Tensor) -> Tensor:
     # torch.export takes a dimension of 1 for a constant, however dynamic it is declared
     return example if len(example) > 1 else torch.cat((example, example))
-
-
-@contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from . import kernels
 from .arguments import check_arguments
 from .layers import TTNormAct2d, TTNormBase
-from .surgery import refuse_stream, unwrap
+from .surgery import eval_mode, refuse_stream, unwrap
 from .tracing import trace
 
 _ADD = (operator.add, operator.iadd, torch.add)
@@ -39,7 +39,8 @@ def fuse(model: nn.Module) -> fx.GraphModule:
     """
     model = unwrap(model)
     refuse_stream(model, "fuse")
-    graph = trace(model)
+    with eval_mode(model):  # a dropout that is traced in training mode would stay
+        graph = trace(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     fused = fx.GraphModule(model, graph)
     for relu in [node for node in graph.nodes if _is_relu(node, modules)]:
@@ -74,6 +75,8 @@ class NormRelu(nn.Module):
         size = min(norm.group_size or len(x), len(x))
         if norm.source_count and size and len(x) % size:  # a last group with an alpha of its own
             fits = False
+        if "standardise" in norm.__dict__:  # a memory has taken its place since
+            fits = False
         if torch.is_grad_enabled() or norm.sync or not fits or not kernels.usable(x) or not size:
             y = norm(x)
             return F.relu(y if residual is None else y + residual)
@@ -98,7 +101,8 @@ def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if len(node.all_input_nodes) != 1:
         return False
     if node.op == "call_module":
-        return type(modules[str(node.target)]) is nn.ReLU
+        module = modules[str(node.target)]
+        return type(module) is nn.ReLU and not _has_hooks(module)
     if node.op == "call_method":
         return node.target in ("relu", "relu_")
     return node.op == "call_function" and node.target in _RELU
@@ -123,5 +127,10 @@ def _is_norm(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op != "call_module" or len(node.users) != 1 or len(node.all_input_nodes) != 1:
         return False
     module = modules[str(node.target)]
-    hooks = any(module.__dict__[name] for name in module.__dict__ if "_hooks" in name)
-    return isinstance(module, TTNormBase) and not isinstance(module, TTNormAct2d) and not hooks
+    if not isinstance(module, TTNormBase) or isinstance(module, TTNormAct2d):
+        return False
+    return not _has_hooks(module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(module.__dict__[name] for name in module.__dict__ if "_hooks" in name)

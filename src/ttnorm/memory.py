@@ -34,7 +34,7 @@ from .routing import Content
 from .shallow import describe_frames
 from .stream_config import StreamConfig
 from .stream_frames import Frames, Places, exactly, usable
-from .stream_rows import State, StreamRows
+from .stream_rows import State, StreamRows, lasting
 from .surgery import CLASSES, CONTENT, ttn_layers, unwrap
 from .trust import Unlike, compare, trust, unknown
 
@@ -324,6 +324,7 @@ class Stream(StreamRows):
         self.use_cells(min(self.cells, output.shape[1]))
         return self.cells
 
+    @lasting
     def use_cells(self, number: int) -> None:
         if number != self.cells:  # which only happens as long as nothing has been seen
             self.cells = number
@@ -332,6 +333,7 @@ class Stream(StreamRows):
     def _flat(self, per_layer: Sequence[Tensor]) -> Tensor:
         return torch.cat([t.to(self.dtype) for t in per_layer], -1)
 
+    @lasting
     def to(self, device: torch.device) -> None:
         for name in ("source_mean", "unit", "unit_var", "ones", "spread", "active", "group"):
             setattr(self, name, getattr(self, name).to(device))

@@ -107,7 +107,7 @@ class PostTrainConfig:
                 f"group_sizes is {self.group_sizes!r}, expected whole numbers of at least 1, as in "
                 "(1, 4, 16)."
             )
-        if self.lr <= 0:
+        if not self.lr > 0:
             raise ValueError(f"lr is {self.lr}, expected a positive number.")
         least = {
             "epochs": 0,
@@ -298,9 +298,16 @@ def _identity(
 def _name_of(function: Any) -> str:
     """A name that is the same in another process; a repr may hold an address."""
     if isinstance(function, partial):
-        given = [*map(repr, function.args), *(f"{k}={v!r}" for k, v in function.keywords.items())]
+        given = [_argument(v) for v in function.args]
+        given += [f"{k}={_argument(v)}" for k, v in function.keywords.items()]
         return f"{_name_of(function.func)}({', '.join(given)})"
+    if isinstance(function, nn.Module):
+        return repr(function)
     return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def _argument(value: Any) -> str:
+    return _name_of(value) if callable(value) else repr(value)
 
 
 def _are_sizes(value: Any) -> bool:

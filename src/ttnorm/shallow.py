@@ -18,6 +18,7 @@ from .surgery import borrowed, device_of
 
 DEPTH = 3  # norms that content is measured in
 SAMPLES = 2048  # source images that content is measured with
+WIDEST = 1024  # numbers for a frame: content is their square, and takes their cube of time
 Entering = tuple[int, Moments]  # the number of a norm, and what enters it
 
 
@@ -89,10 +90,24 @@ def entering(
     return found
 
 
+@torch.no_grad()
+def _first(layers: Sequence[TTNormBase], forward: Callable[[], Any], depth: int) -> list[Moments]:
+    """What enters the first norms, so many of them, or as many as are not too wide together."""
+
+    def too_wide(found: list[Entering]) -> bool:
+        return sum(2 * mean.shape[1] for _, (mean, _) in found) > WIDEST
+
+    found = entering(layers, forward, lambda found: len(found) == depth or too_wide(found))
+    return [moments for _, moments in (found[:-1] if too_wide(found) else found)]
+
+
 def content_of(
     model: nn.Module, loader: Loader, *, samples: int = SAMPLES, depth: int = DEPTH
 ) -> Content | None:
-    """How source images differ from each other where `describe_frames` looks; None without two.
+    """How source images differ from each other where `describe_frames` looks.
+
+    None without two images, where a norm sees other samples than the network is given, and where
+    the first norm has too many channels by itself.
 
     Args:
         model: the network, converted or not; it is left as it was.
@@ -104,8 +119,10 @@ def content_of(
     with borrowed(model, alpha=0.0) as layers:
         for x, _ in batches(loader, device_of(model)):
             x = x[: samples - sum(map(len, found))]
-            shallow = describe_frames(list(layers.values()), partial(model, x), depth=depth)
-            found.append(shallow.cpu())
+            moments = _first(list(layers.values()), partial(model, x), depth)
+            if not moments or any(len(mean) != len(x) for mean, _ in moments):
+                return None
+            found.append(describe(moments).cpu())
             if sum(map(len, found)) >= samples:
                 break
     described = torch.cat(found) if found else torch.empty(0)

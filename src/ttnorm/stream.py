@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .artefact import read_safetensors, write_atomically
+from .artefact import (
+    check_fingerprint,
+    check_undamaged,
+    checksum,
+    fingerprint,
+    read_safetensors,
+    write_atomically,
+)
 from .memory import Stream
 from .pooling import average
 from .stream_config import StreamConfig
@@ -71,7 +78,7 @@ def attach_(model: nn.Module, stream: Stream) -> nn.Module:
 
 def reset_stream_(model: nn.Module, ids: Sequence[Id] | None = None) -> nn.Module:
     """Forget what was seen: of all streams, or of those with these ids."""
-    stream_of(model).reset(ids)
+    stream_of(model).reset(None if ids is None else _plain(ids))
     return model
 
 
@@ -80,7 +87,7 @@ def streams(model: nn.Module, ids: Sequence[Id]) -> Iterator[nn.Module]:
     """Inside, the samples of a batch belong to the streams of these ids, one id for each.
 
     Every stream has a memory of its own; frames of many streams in one forward come out as if each
-    stream had run alone.
+    stream had run alone. A tensor or an array of ids stands for its numbers.
 
     Example:
         >>> from ttnorm import convert_
@@ -92,7 +99,7 @@ def streams(model: nn.Module, ids: Sequence[Id]) -> Iterator[nn.Module]:
     """
     stream = stream_of(model)
     before = stream.ids
-    stream.select(list(ids))
+    stream.select(_plain(ids))
     try:
         yield model
     finally:
@@ -122,7 +129,8 @@ def save_stream(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise TypeError(f"Stream {odd[0]!r} cannot be saved: its id is no string and no number.")
     tensors = {name: t.cpu().contiguous() for name, t in state.items()}
     metadata = {"format": FORMAT, "config": dataclasses.asdict(stream.config), "ids": ids}
-    write_atomically(path, tensors, metadata)
+    metadata["fingerprint"] = fingerprint(model)
+    write_atomically(path, tensors, {**metadata, "sha256": checksum(tensors, metadata)})
 
 
 def load_stream_(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
@@ -130,6 +138,9 @@ def load_stream_(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     tensors, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} holds no streams: ttnorm.save_stream writes those.")
+    check_undamaged(path, tensors, metadata)
+    advice = "or begin anew with stream_"
+    check_fingerprint(path, metadata["fingerprint"], fingerprint(model), advice)
     stream = Stream(model, StreamConfig(**metadata["config"]))
     stream.load_stream_state({"ids": metadata["ids"], **tensors})
     return attach_(model, stream)
@@ -190,6 +201,15 @@ def stream_state(model: nn.Module, id: Id = None) -> dict[str, Tensor]:
         raise ValueError(f"There is no stream {id!r}; there are {list(stream.rows)}.")
     row = stream.rows[id]
     return {name: t[row : row + 1].clone() for name, t in stream.state.items()}
+
+
+def _plain(ids: Sequence[Id]) -> list[Id]:
+    """Ids that are equal where their values are, which tensors are not."""
+    if isinstance(ids, (str, bytes)):
+        raise ValueError(f"ids is {ids!r}, expected one for each sample: [{ids!r}] for one stream.")
+    if hasattr(ids, "tolist"):
+        return list(ids.tolist())
+    return [one.item() if hasattr(one, "item") else one for one in ids]
 
 
 def stream_of(model: nn.Module) -> Stream:

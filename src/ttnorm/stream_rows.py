@@ -16,6 +16,8 @@ from .stream_config import StreamConfig
 
 Id = Hashable
 State = dict[str, Tensor]  # the first dimension is that of streams
+# What a state is made of must not be an inference tensor, which only inference mode may change.
+lasting = torch.inference_mode(False)
 
 
 class StreamRows:
@@ -29,6 +31,7 @@ class StreamRows:
         self.config = config
         self.start_anew()
 
+    @lasting
     def start_anew(self) -> None:
         """A single stream, that of samples without ids, which has seen nothing."""
         self.rows: dict[Id, int] = {}  # of streams, in the order of their last use
@@ -88,6 +91,7 @@ class StreamRows:
         rows = list(self.rows.values())
         return {"ids": list(self.rows)} | {name: t[rows].clone() for name, t in self.state.items()}
 
+    @lasting
     def load_stream_state(self, state: Mapping[str, Any]) -> None:
         """Have what `stream_state` gave, and nothing else."""
         expected = {"ids", *self.state}
@@ -115,6 +119,7 @@ class StreamRows:
         }
         self.select_again(self.ids)
 
+    @lasting
     def _new_row(self, keep: Sequence[Id]) -> int:
         """A row for one more stream; where there is no room, the one unused for longest goes."""
         room = len(self.state["seen"])

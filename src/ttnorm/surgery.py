@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .layers import (
@@ -101,6 +102,11 @@ def revert_(model: nn.Module) -> nn.Module:
     """
     layers = ttn_layers(model)
     end_stream_(model)
+    if any("standardise" in layer.__dict__ for layer in layers.values()):
+        raise ValueError(
+            "This is part of a network that remembers a stream. Call ttnorm.end_stream_ with the "
+            "whole network before."
+        )
     for layer in layers.values():
         _revert(layer)
     remember_config(model, None)
@@ -111,18 +117,19 @@ def revert_(model: nn.Module) -> nn.Module:
 
 def end_stream_(model: nn.Module) -> nn.Module:
     """Have a network forget the streams it remembers: batches are normalised on their own again."""
-    stream = unwrap(model).__dict__.pop(STREAM, None)
-    if stream is not None:
-        for hook in stream.hooks:
-            hook.remove()
-        for layer in stream.layers:
-            layer.__dict__.pop("standardise", None)
+    for network in unwrap(model).modules():
+        stream = network.__dict__.pop(STREAM, None)
+        if stream is not None:
+            for hook in stream.hooks:
+                hook.remove()
+            for layer in stream.layers:
+                layer.__dict__.pop("standardise", None)
     return model
 
 
 def refuse_stream(model: nn.Module, what: str) -> None:
-    """Raise if the network remembers a stream, which `what` would ignore."""
-    if STREAM in unwrap(model).__dict__:
+    """Raise if the network or a part of it remembers a stream, which `what` would ignore."""
+    if any(STREAM in network.__dict__ for network in unwrap(model).modules()):
         raise ValueError(f"{what} knows no streams. Call ttnorm.end_stream_(model) before.")
 
 
@@ -181,7 +188,7 @@ def _same_batch_everywhere(
     in_progress = threading.local()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim()]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
         in_progress.given = [len(t) for t in tensors]
 
     def forget(*_: Any) -> None:
@@ -207,6 +214,18 @@ def _same_batch_everywhere(
 
 
 @contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode; outside, every module is in the one it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
 def borrowed(
     model: nn.Module, alpha: float | Mapping[str, Tensor], **options: Any
 ) -> Iterator[dict[str, TTNormBase]]:
@@ -215,7 +234,6 @@ def borrowed(
     Args:
         alpha, options: see `convert_`.
     """
-    modes = [(module, module.training) for module in model.modules()]
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     ours = [m for m in model.modules() if isinstance(m, TTNormBase)]
     before = [(m, {name: getattr(m, name) for name in ("alpha", *OPTIONS)}) for m in ours]
@@ -223,12 +241,12 @@ def borrowed(
     refuse_stream(model, "Post-training")
     convert_(model, alpha, **options)
     try:
-        model.eval()
         for parameter, _ in frozen:
             parameter.requires_grad_(False)
         for layer in ours:
             layer.group_size = None
-        yield ttn_layers(model)
+        with eval_mode(model):
+            yield ttn_layers(model)
     finally:
         for layer in ttn_layers(model).values():
             if layer not in ours:
@@ -239,8 +257,6 @@ def borrowed(
         remember_config(model, config)
         for parameter, required in frozen:
             parameter.requires_grad_(required)
-        for module, mode in modes:
-            module.training = mode
 
 
 def ttn_layers(model: nn.Module) -> dict[str, TTNormBase]:

@@ -29,8 +29,10 @@ def template(tmp_path_factory):
     rng = np.random.default_rng(0)
     sheet = rng.integers(0, 256, (96, 128, 3), dtype=np.uint8)
     (folder / "cifar").mkdir()
-    Image.fromarray(sheet).save(folder / "cifar/test_0.webp", lossless=True)
-    (folder / "cifar/test_labels.json").write_text(json.dumps({"fine": [*range(10), 0, 1]}))
+    for split in ("test", "train"):
+        Image.fromarray(sheet).save(folder / f"cifar/{split}_0.webp", lossless=True)
+        labels = json.dumps({"fine": [*range(10), 0, 1]})
+        (folder / f"cifar/{split}_labels.json").write_text(labels)
     (folder / "mine.py").write_text(textwrap.dedent(USER_CODE))
     return folder
 
@@ -179,6 +181,16 @@ def test_somebody_s_file_is_not_written_to(ttnorm, corrupted, tmp_path):
             "--batch-size is 0, expected at least 1",
         ),
         ("post-train mine:network cifar out --group-sizes 1,x", "expected whole numbers, as in"),
+        ("post-train mine:network cifar out --lr nan", "lr is nan, expected a positive number"),
+        (
+            "post-train mine:network mine:network out --batch-size 4",
+            "--batch-size is for folders; mine:network says its own",
+        ),
+        (
+            "post-train mine:of_three_classes cifar out --device cpu",
+            "cifar has labels up to 9; the network tells 3 classes apart",
+        ),
+        ("reproduce table6 --cifar10 cifar --records r", "table6: wants a folder with camvid"),
     ],
 )
 def test_bad_input_of_the_others(ttnorm, tmp_path, line, message):

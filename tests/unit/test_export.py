@@ -239,3 +239,22 @@ class TestCompile:
         compiled = gradients(torch.compile(fn, fullgraph=True, backend="aot_eager"))
         for got, expected in zip(compiled, gradients(fn), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_stream_beside_several_outputs_has_names(tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            y = self.bn(x)
+            return y, 2 * y
+
+    model = ttnorm.stream_(ttnorm.convert_(Two().eval(), 0.5), memory="pool")
+    ttnorm.to_onnx(model, torch.rand(2, 3), tmp_path / "two.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "two.onnx")
+    state = list(ttnorm.stream_state(model))
+    assert [i.name for i in session.get_inputs()] == ["x", *state]
+    names = ["output_0", "output_1", *(f"next_{name}" for name in state)]
+    assert [o.name for o in session.get_outputs()] == names

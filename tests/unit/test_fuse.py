@@ -1,5 +1,7 @@
 """A fused network says what the network says, with fewer steps."""
 
+import copy
+
 import pytest
 import torch
 import torchvision
@@ -97,3 +99,40 @@ def test_a_submodule_that_has_the_name_already_stays():
     model = settle(Twice())
     x = torch.randn(4, 3, 8, 8)
     assert torch.allclose(ttnorm.fuse(model)(x), model(x), atol=1e-6)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return nn.functional.dropout(torch.relu(self.bn(self.conv(x))), 0.5, self.training)
+
+
+@torch.no_grad()
+def test_a_network_in_training_mode_is_fused_for_inference():
+    model, x = settle(Dropping()), torch.rand(2, 3, 8, 8)
+    fused = ttnorm.fuse(model.train()).eval()
+    assert model.training
+    torch.testing.assert_close(fused(x), model.eval()(x))
+
+
+@torch.no_grad()
+def test_a_relu_with_a_hook_keeps_it():
+    model, calls = settle(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())), []
+    model[2].register_forward_hook(lambda *args: calls.append(1))
+    fused = ttnorm.fuse(model)
+    fused(torch.rand(2, 3, 8, 8))
+    assert calls == [1]
+    assert not fused_norms(fused)
+
+
+@torch.no_grad()
+def test_a_fused_network_can_remember_a_stream():
+    model = settle(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    plain, fused = (
+        ttnorm.stream_(m, memory="pool") for m in (copy.deepcopy(model), ttnorm.fuse(model))
+    )
+    for x in torch.rand(5, 2, 3, 8, 8):
+        torch.testing.assert_close(fused(x), plain(x))

@@ -126,11 +126,15 @@ class TestState:
         ttnorm.stream_(network, memory="balanced")
         ttnorm.save_stream(network, tmp_path / "streams")
         other = ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3)), 0.1)
-        with pytest.raises(ValueError, match=r"shape \(1, 10, 14\), expected \(1, 10, 3\)"):
+        with pytest.raises(ValueError, match="made for another network: 2 layers there, 1 here"):
             ttnorm.load_stream_(other, tmp_path / "streams")
         ttnorm.save(network, tmp_path / "alpha")
         with pytest.raises(ValueError, match="holds no streams"):
             ttnorm.load_stream_(network, tmp_path / "alpha")
+        state = stream_of(network).stream_state()
+        ttnorm.stream_(other, memory="balanced")
+        with pytest.raises(ValueError, match=r"shape \(1, 10, 14\), expected \(1, 10, 3\)"):
+            stream_of(other).load_stream_state(state)
 
     def test_an_id_that_no_file_can_hold_is_refused(self, network, tmp_path):
         ttnorm.stream_(network)
@@ -164,3 +168,22 @@ def test_a_stream_that_is_named_twice_is_reset_once(network):
         network(frames(2))
     ttnorm.reset_stream_(network, ["a", "a"])
     assert list(ttnorm.health(network)) == ["b"]
+
+
+def test_ids_are_told_apart_by_their_values(network):
+    """As a loader gives them: in a tensor, an array, or as numbers of these."""
+    ttnorm.stream_(network)
+    ids = torch.tensor([0, 1, 0])
+    for given in (ids, ids.numpy(), list(ids), list(ids.numpy()), [0, 1, 0]):
+        with ttnorm.streams(network, given):
+            network(frames(3))
+    assert {one: health.frames for one, health in ttnorm.health(network).items()} == {0: 10, 1: 5}
+    ttnorm.reset_stream_(network, torch.tensor([1]))
+    assert list(ttnorm.health(network)) == [0]
+
+
+def test_one_name_is_no_list_of_ids(network):
+    ttnorm.stream_(network)
+    refused = pytest.raises(ValueError, match="ids is 'door', expected one for each sample")
+    with refused, ttnorm.streams(network, "door"):
+        network(frames(4))

@@ -348,3 +348,41 @@ def test_sliding_window_wants_room_for_a_batch_and_a_norm_without_a_memory():
         METHODS["sliding"].make(converted(), 4, window=3)
     with pytest.raises(ValueError, match="remembers"):
         METHODS["sliding"].make(ttnorm.stream_(converted(), memory="pool"), 4)
+
+
+def test_a_network_that_was_moved_afterwards_is_refused():
+    """Its parameters would be others than those that are updated."""
+    adapting = tent(converted().float(), 4, window=4)
+    adapting(stream(4).float())
+    adapting.models[0].double()
+    with pytest.raises(RuntimeError, match="was moved, cast or given other parameters"):
+        adapting(stream(4))
+
+
+def test_half_precision_is_refused():
+    with pytest.raises(ValueError, match=r"are torch\.float16"):
+        tent(converted().half(), 4)
+
+
+def test_a_network_that_gives_no_tensor_is_refused():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = converted().float()
+
+        def forward(self, x):
+            return {"logits": self.network(x)}
+
+    with pytest.raises(TypeError, match="gave a dict, expected a tensor"):
+        tent(Named(), 4)(stream(4).float())
+
+
+def test_agreement_is_measured_before_conversion():
+    with pytest.raises(ValueError, match="expected the source network"):
+        gradient_agreement(converted(), [(stream(4), torch.arange(4))])
+
+
+def test_a_wrapped_network_with_a_stream_adapts():
+    model = ttnorm.stream_(converted().float(), memory="pool")
+    output = tent(nn.DataParallel(model), 4, window=4)(stream(4).float())
+    assert output.shape == (4, 10)

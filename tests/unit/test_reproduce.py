@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ttnorm.bench import tables, variants
+from ttnorm.bench import cifar, tables, variants
 from ttnorm.bench.cifar import CifarBench
 from ttnorm.bench.experiments import EXPERIMENTS, Only, experiments_named, parts
 from ttnorm.bench.records import read_records, variant_of
@@ -13,6 +13,7 @@ from ttnorm.bench.scenarios import SCENARIOS
 from ttnorm.bench.subject import Scale, Setup
 from ttnorm.bench.variants import VARIANTS
 from ttnorm.cli import app
+from ttnorm.data.images import Images
 from ttnorm.demo import ASSETS
 from ttnorm.methods import METHODS
 from ttnorm.norms import norm_named
@@ -107,6 +108,16 @@ def test_under_true_corruptions_the_first_images_are_fitted_to(bench, monkeypatc
     assert [len(s.corrupted) for s in source.values()] == [0, 0, 1]
     labels = source["alpha-fog"].corrupted["fog"].labels
     assert torch.equal(labels, source["default"].train.labels[:50])
+
+
+def test_the_folder_of_another_data_set_is_refused_before_anything_is_made(
+    bench, tmp_path, monkeypatch
+):
+    whole = Images(torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.tensor([0, 1, 2, 99]))
+    monkeypatch.setattr(cifar, "load_cifar", lambda folder, split: whole)
+    with pytest.raises(ValueError, match="has labels up to 99, expected cifar10, with 10 classes"):
+        reproduce(["table4"], bench, tmp_path / "records")
+    assert not any((tmp_path / "work").iterdir())
 
 
 def test_methods_and_the_clean_test_set(bench, tmp_path):

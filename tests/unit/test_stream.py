@@ -331,3 +331,68 @@ def test_a_call_without_a_tensor_is_named(small_network):
     model = ttnorm.stream_(ttnorm.convert_(small_network, 0.5), memory="pool")
     with pytest.raises(ValueError, match="called without a tensor"):
         model({"x": torch.rand(1, 3, 12, 12)})
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_what_inference_mode_saw_goes_on_outside_of_it(network, memory):
+    ttnorm.stream_(network, memory=memory)
+    with torch.inference_mode():
+        network(frames(3))
+        with ttnorm.streams(network, ["door", "yard", "yard"]):
+            network(frames(3))
+    with torch.no_grad():
+        network(frames(3))
+    assert ttnorm.health(network)[None].frames == 6
+    ttnorm.reset_stream_(network)
+
+
+class TestPartOfANetwork:
+    """A backbone with a stream, in a network around it."""
+
+    @pytest.fixture
+    def whole(self, network):
+        whole = nn.Sequential(network, nn.BatchNorm1d(4)).eval()
+        ttnorm.convert_(whole, 0.5)
+        ttnorm.stream_(network, memory="pool")
+        return whole
+
+    def test_what_knows_no_streams_refuses_it(self, whole):
+        with (
+            pytest.raises(ValueError, match="isolated knows no streams"),
+            ttnorm.isolated(whole, 2),
+        ):
+            pass
+        with pytest.raises(ValueError, match="Post-training knows no streams"):
+            ttnorm.post_train_(whole, [(frames(4), torch.arange(4))])
+        with pytest.raises(ValueError, match="fuse knows no streams"):
+            ttnorm.fuse(whole)
+
+    def test_reverting_the_whole_ends_it(self, whole):
+        ttnorm.revert_(whole)
+        assert whole(frames(2)).shape == (2, 4)
+        assert not whole[0]._forward_pre_hooks
+
+    def test_a_part_of_what_remembers_is_not_reverted(self, network):
+        ttnorm.stream_(network, memory="pool")
+        part = next(m for m in network.modules() if isinstance(m, ttnorm.TTNorm2d))
+        with pytest.raises(ValueError, match="part of a network that remembers"):
+            ttnorm.revert_(part)
+        assert network(frames(2)).shape == (2, 4)
+
+
+def test_a_file_of_another_network_or_a_damaged_one_is_refused(network, tmp_path):
+    ttnorm.stream_(network, memory="pool")
+    network(frames(8))
+    path = tmp_path / "stream.safetensors"
+    ttnorm.save_stream(network, path)
+    other = copy.deepcopy(network)
+    for layer in other.modules():
+        if isinstance(layer, ttnorm.layers.TTNormBase):
+            layer.running_mean += 1
+    with pytest.raises(ValueError, match=r"other running statistics.*begin anew with stream_"):
+        ttnorm.load_stream_(other, path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged"):
+        ttnorm.load_stream_(network, path)

@@ -386,3 +386,22 @@ def test_threads_may_share_an_isolated_model(small_network):
         for thread in threads:
             thread.join()
     assert not errors
+
+
+class Folding(nn.Module):
+    """A video's frames are samples to its norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, batch):
+        video = batch["video"] if isinstance(batch, dict) else batch[0]
+        return self.bn(video.flatten(0, 1)).unflatten(0, video.shape[:2])
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"video": x}, lambda x: [x]])
+def test_inputs_in_a_dict_or_a_list_are_guarded_as_well(wrap):
+    model = ttnorm.convert_(Folding(), 0.5)
+    with ttnorm.isolated(model, 2), pytest.raises(ValueError, match="sees 12 samples"):
+        model(wrap(torch.rand(4, 3, 3, 5, 5)))

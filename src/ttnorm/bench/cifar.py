@@ -13,7 +13,7 @@ from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.images import Images
 from ..models import zoo
 from .experiments import Part
-from .job import Domains, Network
+from .job import Domains, Network, classes_of
 from .subject import Setup, Subject
 from .variants import SEVERITY, VARIANTS, Source
 
@@ -38,12 +38,12 @@ class CifarBench:
 
     @cached_property
     def test(self) -> Images:
-        test = load_cifar(self.folder, "test")
+        test = self._load("test")
         return Images(*(t[: self.setup.scale.images] for t in test))
 
     @cached_property
     def train(self) -> Images:
-        train = load_cifar(self.folder, "train")
+        train = self._load("train")
         return Images(*(t[: self.setup.scale.train].to(self.setup.device) for t in train))
 
     @cached_property
@@ -81,6 +81,16 @@ class CifarBench:
 
     def network(self, part: Part) -> Network:
         return self.subject.network(part)
+
+    def _load(self, split: str) -> Images:
+        images = load_cifar(self.folder, split)
+        classes = classes_of(self.model, (32, 32))
+        if int(images.labels.max()) >= classes:  # before anything is made of them
+            raise ValueError(
+                f"{self.folder} has labels up to {int(images.labels.max())}, expected "
+                f"{self.dataset}, with {classes} classes."
+            )
+        return images
 
     def _under(self, clean: Images, split: str, names: Sequence[str]) -> Mapping[str, Images]:
         folder = self.setup.work / f"{self.dataset}-c-{split}"

@@ -52,6 +52,10 @@ def reproduce(
     """
     only = only or Only()
     chosen = {name: only.of(name, whole) for name, whole in experiments_named(names).items()}
+    given = {bench.dataset for bench in benches.values()}
+    if not any(given & set(experiment.datasets) for experiment in chosen.values()):
+        wanted = sorted({dataset for e in chosen.values() for dataset in e.datasets})
+        raise ValueError(f"{', '.join(chosen)}: wants a folder with {' or '.join(wanted)}.")
     records.mkdir(parents=True, exist_ok=True)
     for name, experiment in chosen.items():
         there = [bench for bench in benches.values() if bench.dataset in experiment.datasets]

@@ -38,7 +38,7 @@ def export(
     example = torch.rand(2, *map(int, sizes))
     try:
         model(example)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"The network does not take --shape {shape}: {error}") from error
     if output.suffix == ".onnx":
         to_onnx(model, example, output, opset=opset)

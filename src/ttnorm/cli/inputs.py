@@ -130,6 +130,8 @@ def loader(
     if not Path(spec).is_dir():
         if ":" not in spec:
             raise ValueError(f"{spec!r} is no folder that is there, and no MODULE:FUNCTION.")
+        if batch_size is not None:
+            raise ValueError(f"--batch-size is for folders; {spec} says its own.")
         return resolve(spec)()
     from ..data.loader import DeviceLoader
 
@@ -139,6 +141,21 @@ def loader(
     size = batch_size or min(DATASETS[dataset_named(dataset)], len(train.labels))
     x, y = (t[rank() :: world_size()].to(device) for t in train)
     return DeviceLoader(x, y, max(1, size // world_size()))
+
+
+def check_labels(model: nn.Module, loader: Loader, spec: str) -> None:
+    """Raise if a folder's images are of classes that the network does not tell apart."""
+    from ..bench.job import classes_of
+    from ..data.loader import DeviceLoader
+
+    if not isinstance(loader, DeviceLoader) or loader.labels.dim() != 1:
+        return
+    height, width = loader.images.shape[-2:]
+    highest, classes = int(loader.labels.max()), classes_of(model, (height, width))
+    if highest >= classes:
+        raise ValueError(
+            f"{spec} has labels up to {highest}; the network tells {classes} classes apart."
+        )
 
 
 def augment(dataset: str, shift: str, images: int | None) -> Augment | None:

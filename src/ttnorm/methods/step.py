@@ -20,7 +20,7 @@ from .. import groups, kernels
 from ..capture import Repeated
 from ..memory import Stream
 from ..mixnorm import MixNorm
-from ..surgery import STREAM, isolated
+from ..surgery import STREAM, isolated, unwrap
 
 logger = logging.getLogger("ttnorm")
 
@@ -94,6 +94,7 @@ class AdaptationStep:
         Args:
             x: whole batches one after another; only the last may be smaller.
         """
+        self.flat.check()
         if not len(x):  # nothing to adapt to
             with torch.no_grad():
                 return in_batches(self.models[0], x, self.batch_size)
@@ -231,6 +232,11 @@ class FlatParameters:
                 f"The parameters that adapt are {', '.join(kinds) or 'none'}; expected one dtype "
                 "on one device. Convert the network, and use autocast for lower precision."
             )
+        if tensors[0].dtype == torch.float16:
+            raise ValueError(
+                "The parameters that adapt are torch.float16, in which an update is lost or "
+                "infinite; expected torch.float32 or torch.bfloat16. Use autocast."
+            )
         sizes = [t.numel() for t in tensors]
         self.tensors, self.names = tensors, list(parameters)
         self.vector = nn.Parameter(torch.empty(sum(sizes), dtype=tensors[0].dtype,
@@ -250,6 +256,15 @@ class FlatParameters:
             tensor.data = view
             self.gradients.append(self.gradient.as_strided(like.shape, like.stride(), start))
 
+    def check(self) -> None:
+        """Raise if the network's parameters are no longer these, for nothing would adapt."""
+        here = self.vector.untyped_storage().data_ptr()
+        if any(t.untyped_storage().data_ptr() != here for t in self.tensors):
+            raise RuntimeError(
+                "The network was moved, cast or given other parameters after the method was made. "
+                "Make the method anew."
+            )
+
     def add_gradients(self, loss: Tensor) -> None:
         grads = torch.autograd.grad(loss, self.tensors, allow_unused=True)
         pairs = [(view, g) for view, g in zip(self.gradients, grads, strict=True) if g is not None]
@@ -259,17 +274,26 @@ class FlatParameters:
 
 def memory_of(model: nn.Module) -> MixNorm | Stream | None:
     """What the network's norm remembers, if it does."""
-    return model if isinstance(model, MixNorm) else model.__dict__.get(STREAM)
+    return model if isinstance(model, MixNorm) else unwrap(model).__dict__.get(STREAM)
 
 
 def in_batches(model: nn.Module, x: Tensor, batch_size: int) -> Tensor:
     """The network's outputs, each batch of `batch_size` normalised on its own."""
     if isinstance(model, MixNorm):  # it knows no batches
-        return model(x)
+        return _checked(model(x))
     if memory_of(model) is not None:  # one batch after another: each changes the memory
-        return torch.cat([model(part) for part in x.split(batch_size)])
+        return torch.cat([_checked(model(part)) for part in x.split(batch_size)])
     with isolated(model, batch_size):
-        return model(x)
+        return _checked(model(x))
+
+
+def _checked(output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"The network gave a {type(output).__name__}, expected a tensor of predictions. Wrap "
+            "it in a module that picks them out."
+        )
+    return output
 
 
 def entropy(output: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, vmap
 
 from ..augment import Augment, prior_shift
 from ..batches import Loader, batches
+from ..layers import TTNormBase
 from ..mixnorm import MixNorm
 from ..reproducible import reproducible
 from ..surgery import device_of, ttn_layers
@@ -128,6 +129,11 @@ def gradient_agreement(
         augment: the shift.
         seed: of the loader's order and of the shift.
     """
+    if any(isinstance(module, TTNormBase) for module in model.modules()):
+        raise ValueError(
+            "The network has test-time normalization layers; expected the source network. Measure "
+            "before convert_ and load_, or after revert_."
+        )
     device, modes = device_of(model), [(module, module.training) for module in model.modules()]
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
