@@ -33,6 +33,7 @@ _COLOURS = {
     "TTN (stream, balanced)": "#332288",
     "TTN (stream, one pool)": "#999933",
 }
+_THICK = ("TTN", "TTN (stream)")
 # A norm has its colour whatever adapts over it; what does has a line and a marker
 _LINES = {"": "o-", "TENT": "^--", "SWR": "s:", "CoTTA": "D-.", "online": "v-."}
 _LINES |= {METHOD_NAMES["sliding"]: "x-."}
@@ -50,7 +51,8 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
         errors = [float("nan") if c.ours is None else c.ours for c in cells[:-1]]
         colour, line_style = _COLOURS.get(norm), _LINES.get(method, "o-")
         (line,) = axes.plot(sizes, errors, line_style, markersize=4, label=name, color=colour)
-        line.set(linewidth=2.6 if name == "TTN" else 1.5, zorder=5 if name == "TTN" else 3)
+        # thin lines over thick ones: both are seen where they are the same
+        line.set(linewidth=3.2 if name in _THICK else 1.3, zorder=3 if name in _THICK else 4)
         if not method and norm not in ("TBN", "EMA"):
             plain += [error for error in errors if error == error]
     # Batch statistics fall to chance at B = 1, and what follows or adapts over them; the view stays
