@@ -29,25 +29,23 @@ class _Enough(Exception):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def describe_frames(
-    layers: Sequence[TTNormBase],
-    forward: Callable[[], Any],
-    *,
-    depth: int | None = None,
-    size: int | None = None,
+    layers: Sequence[TTNormBase], forward: Callable[[], Any], *, size: int
 ) -> Tensor:
     """What enters the first norms that `forward` uses, with the source's statistics in them.
 
     Args:
         layers: all norms of the network.
         forward: calls the network with the frames; it is left once enough is known of them.
-        depth: norms that are enough.
-        size: numbers for a frame that are, as a `Content` has them.
+        size: numbers for a frame that are enough, as a `Content` has them.
     """
 
-    def enough(found: list[Entering]) -> bool:
-        return len(found) == depth or sum(2 * mean.shape[1] for _, (mean, _) in found) == size
+    found = entering(layers, forward, lambda found: _width(found) == size)
+    return describe([moments for _, moments in found])
 
-    return describe([moments for _, moments in entering(layers, forward, enough)])
+
+def _width(found: list[Entering]) -> int:
+    """Numbers for a frame: a mean and a variance for every channel."""
+    return sum(2 * mean.shape[1] for _, (mean, _) in found)
 
 
 def entering(
@@ -94,11 +92,11 @@ def entering(
 def _first(layers: Sequence[TTNormBase], forward: Callable[[], Any], depth: int) -> list[Moments]:
     """What enters the first norms, so many of them, or as many as are not too wide together."""
 
-    def too_wide(found: list[Entering]) -> bool:
-        return sum(2 * mean.shape[1] for _, (mean, _) in found) > WIDEST
+    def enough(found: list[Entering]) -> bool:
+        return len(found) == depth or _width(found) > WIDEST
 
-    found = entering(layers, forward, lambda found: len(found) == depth or too_wide(found))
-    return [moments for _, moments in (found[:-1] if too_wide(found) else found)]
+    found = entering(layers, forward, enough)
+    return [moments for _, moments in (found[:-1] if _width(found) > WIDEST else found)]
 
 
 def content_of(
@@ -113,7 +111,7 @@ def content_of(
         model: the network, converted or not; it is left as it was.
         loader: yields (x, y) of source images, as the network takes them.
         samples: images to look at.
-        depth: see `describe_frames`; a stream looks as deep as what is measured here says.
+        depth: norms to look at; a stream looks as deep as what is measured here says.
     """
     found: list[Tensor] = []
     with borrowed(model, alpha=0.0) as layers:

@@ -175,9 +175,8 @@ class TestRouted:
         described = stream_of(network).state["frames"][0, :4]
         mean, whitening = network.__dict__[CONTENT]
         assert described.shape == (4, numbers)
-        raw = describe_frames(
-            stream_of(network).layers, lambda: network.forward(x[:4]), depth=depth
-        )
+        layers = stream_of(network).layers
+        raw = describe_frames(layers, lambda: network.forward(x[:4]), size=numbers)
         torch.testing.assert_close(described, (raw - mean) @ whitening.T)
 
     def test_cannot_be_exported(self, network):
