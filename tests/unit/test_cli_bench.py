@@ -144,6 +144,8 @@ def test_damaged_files(ttnorm, corrupted, tmp_path):
     path.write_bytes(whole)
     np.save(labels, np.full(60, 100))
     assert "labels from 100 to 100, expected 0-99" in ttnorm(EVALUATE)[2]
+    np.save(labels, np.full(60, 0.5))
+    assert "labels.npy has float64, expected whole numbers" in ttnorm(EVALUATE)[2]
     np.save(labels, np.full(60, 99))
     code, _, errors = ttnorm(EVALUATE)
     assert "The labels go from 99 to 99; mine:network has 10 classes" in errors

@@ -54,6 +54,8 @@ def load_corrupted(
     labels = _npy(folder / "labels.npy")
     if labels.ndim != 1 or len(labels) == 0 or len(labels) % 5:
         raise ValueError(f"{folder / 'labels.npy'} has shape {labels.shape}, expected (5 N,).")
+    if labels.dtype.kind not in "iu":
+        raise ValueError(f"{folder / 'labels.npy'} has {labels.dtype}, expected whole numbers.")
     path = folder / f"{corruption}.npy"
     images = _npy(path)
     expected = (len(labels), *size, 3)
