@@ -190,7 +190,7 @@ def test_somebody_s_file_is_not_written_to(ttnorm, corrupted, tmp_path):
         ),
         (
             "post-train mine:of_three_classes cifar out --device cpu",
-            "cifar has labels up to 9; the network tells 3 classes apart",
+            "cifar has labels from 0 to 9; mine:of_three_classes has 3 classes",
         ),
         ("reproduce table6 --cifar10 cifar --records r", "table6: wants a folder with camvid"),
     ],

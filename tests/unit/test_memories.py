@@ -183,3 +183,13 @@ class TestRouted:
         ttnorm.stream_(network, memory="routed")
         with pytest.raises(ValueError, match="memory='corrected'"):
             ttnorm.export.to_exported_program(network, frames(2))
+
+
+def test_wide_norms_are_not_what_frames_are_told_apart_by():
+    """What is measured of them has the square of their channels."""
+    norms = [nn.BatchNorm1d(width) for width in (300, 300)]
+    model = nn.Sequential(nn.Linear(5, 300), norms[0], nn.Linear(300, 300), norms[1]).eval()
+    loader = [(torch.rand(64, 5), torch.arange(64) % 4)]
+    assert len(content_of(model, loader).mean) == 600
+    wide = nn.Sequential(nn.Linear(5, 600), nn.BatchNorm1d(600)).eval()
+    assert content_of(wide, loader) is None

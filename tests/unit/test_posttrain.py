@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ttnorm
 from ttnorm import PostTrainConfig, optimise_alpha, post_train_
-from ttnorm.artefact import read_safetensors
-from ttnorm.shallow import content_of
 from ttnorm.surgery import CLASSES, CONTENT
 
 
@@ -463,29 +461,3 @@ def test_what_folds_into_the_batch_is_fitted_without_a_prior():
     post_train_(model, loader, config, augment=lambda x, _: x)
     assert type(model.bn).__name__ == "TTNorm2d"
     assert not {CONTENT, CLASSES} & model.__dict__.keys()
-
-
-def test_wide_norms_are_not_what_frames_are_told_apart_by():
-    """What is measured of them has the square of their channels."""
-    norms = [nn.BatchNorm1d(width) for width in (300, 300)]
-    model = nn.Sequential(nn.Linear(5, 300), norms[0], nn.Linear(300, 300), norms[1]).eval()
-    loader = [(torch.rand(64, 5), torch.arange(64) % 4)]
-    assert len(content_of(model, loader).mean) == 600
-    wide = nn.Sequential(nn.Linear(5, 600), nn.BatchNorm1d(600)).eval()
-    assert content_of(wide, loader) is None
-
-
-def brighter(images, generator, base):
-    return base(images, generator)
-
-
-def test_a_shift_that_is_given_another_resumes(small_network, tmp_path):
-    loader = [(torch.rand(8, 3, 12, 12), torch.arange(8) % 4)]
-    options = {"checkpoint": tmp_path / "run.safetensors"}
-    shift = functools.partial(brighter, base=ttnorm.domain_shift)
-    config = PostTrainConfig(epochs=1)
-    first = post_train_(small_network, loader, config, augment=shift, **options)
-    name = read_safetensors(options["checkpoint"])[1]["augmentation"]
-    assert name == "brighter(base=domain_shift)"  # and no address
-    again = post_train_(ttnorm.revert_(small_network), [], config, augment=shift, **options)
-    assert again.history == first.history

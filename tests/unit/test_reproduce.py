@@ -115,7 +115,7 @@ def test_the_folder_of_another_data_set_is_refused_before_anything_is_made(
 ):
     whole = Images(torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.tensor([0, 1, 2, 99]))
     monkeypatch.setattr(cifar, "load_cifar", lambda folder, split: whole)
-    with pytest.raises(ValueError, match="has labels up to 99, expected cifar10, with 10 classes"):
+    with pytest.raises(ValueError, match="has labels from 0 to 99; wrn40_2-cifar10 has 10 classes"):
         reproduce(["table4"], bench, tmp_path / "records")
     assert not any((tmp_path / "work").iterdir())
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import ttnorm
 from ttnorm import PostTrainConfig, optimise_alpha, post_train_
+from ttnorm.artefact import read_safetensors
 from ttnorm.posttrain import _name_of
 
 
@@ -161,3 +162,19 @@ class TestReproducible:
         with pytest.raises(KeyboardInterrupt):
             self.run(small_network, loader, augment=stop, **options)
         assert self.run(small_network, loader, **options).isfinite().all()
+
+
+def brighter(images, generator, base):
+    return base(images, generator)
+
+
+def test_a_shift_that_is_given_another_resumes(small_network, tmp_path):
+    loader = [(torch.rand(8, 3, 12, 12), torch.arange(8) % 4)]
+    options = {"checkpoint": tmp_path / "run.safetensors"}
+    shift = functools.partial(brighter, base=ttnorm.domain_shift)
+    config = PostTrainConfig(epochs=1)
+    first = post_train_(small_network, loader, config, augment=shift, **options)
+    name = read_safetensors(options["checkpoint"])[1]["augmentation"]
+    assert name == "brighter(base=domain_shift)"  # and no address
+    again = post_train_(ttnorm.revert_(small_network), [], config, augment=shift, **options)
+    assert again.history == first.history

@@ -13,7 +13,7 @@ from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.images import Images
 from ..models import zoo
 from .experiments import Part
-from .job import Domains, Network, classes_of
+from .job import Domains, Network, check_labels, classes_of
 from .subject import Setup, Subject
 from .variants import SEVERITY, VARIANTS, Source
 
@@ -85,11 +85,7 @@ class CifarBench:
     def _load(self, split: str) -> Images:
         images = load_cifar(self.folder, split)
         classes = classes_of(self.model, (32, 32))
-        if int(images.labels.max()) >= classes:  # before anything is made of them
-            raise ValueError(
-                f"{self.folder} has labels up to {int(images.labels.max())}, expected "
-                f"{self.dataset}, with {classes} classes."
-            )
+        check_labels(str(self.folder), images.labels, self.name, classes)  # before they are used
         return images
 
     def _under(self, clean: Images, split: str, names: Sequence[str]) -> Mapping[str, Images]:

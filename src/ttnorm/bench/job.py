@@ -134,12 +134,21 @@ def check(network: Network, data: Domains, jobs: Iterable[Job]) -> None:
     kinds = {kind for job in jobs if (kind := _check(job, network, data)) is not None}
     for kind in sorted(kinds):
         artefact.load_(copy.deepcopy(network.model), network.alpha_files[kind])
-    classes = network.classes(data.image_size)
-    known = data.labels if data.labels.dim() == 1 else data.labels[data.labels != VOID]
+    check_labels(data.dataset, data.labels, network.name, network.classes(data.image_size))
+
+
+def check_labels(data: str, labels: Tensor, network: str, classes: int) -> None:
+    """Raise if images are of classes that a network does not tell apart.
+
+    Args:
+        data, network: what they are called.
+        labels: of images, or of pixels with VOID among them.
+    """
+    known = labels if labels.dim() == 1 else labels[labels != VOID]
     low, high = int(known.min()), int(known.max())
     if high >= classes or low < 0:
         raise ValueError(
-            f"{data.dataset} has labels from {low} to {high}; {network.name} has {classes} classes."
+            f"{data} has labels from {low} to {high}; {network} has {classes} classes."
         )
 
 

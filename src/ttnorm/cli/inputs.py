@@ -143,19 +143,14 @@ def loader(
     return DeviceLoader(x, y, max(1, size // world_size()))
 
 
-def check_labels(model: nn.Module, loader: Loader, spec: str) -> None:
+def check_loader(loader: Loader, spec: str, model: nn.Module, network: str) -> None:
     """Raise if a folder's images are of classes that the network does not tell apart."""
-    from ..bench.job import classes_of
+    from ..bench.job import check_labels, classes_of
     from ..data.loader import DeviceLoader
 
-    if not isinstance(loader, DeviceLoader) or loader.labels.dim() != 1:
-        return
-    height, width = loader.images.shape[-2:]
-    highest, classes = int(loader.labels.max()), classes_of(model, (height, width))
-    if highest >= classes:
-        raise ValueError(
-            f"{spec} has labels up to {highest}; the network tells {classes} classes apart."
-        )
+    if isinstance(loader, DeviceLoader):
+        height, width = loader.images.shape[-2:]
+        check_labels(spec, loader.labels, network, classes_of(model, (height, width)))
 
 
 def augment(dataset: str, shift: str, images: int | None) -> Augment | None:

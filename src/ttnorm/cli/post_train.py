@@ -112,7 +112,7 @@ def post_train(
         source = inputs.loader(
             loader, where, dataset, network=network, batch_size=batch_size, skip_bad=skip_bad
         )
-        inputs.check_labels(model, source, loader)
+        inputs.check_loader(source, loader, model, network)
         images = len(source.images) * world_size() if isinstance(source, DeviceLoader) else None
         result = posttrain.post_train_(
             model,

@@ -19,7 +19,7 @@ from ..batches import Loader, batches
 from ..layers import TTNormBase
 from ..mixnorm import MixNorm
 from ..reproducible import reproducible
-from ..surgery import device_of, ttn_layers
+from ..surgery import device_of, eval_mode, ttn_layers
 from .setting import Setting
 from .step import (
     AdaptationStep,
@@ -134,7 +134,6 @@ def gradient_agreement(
             "The network has test-time normalization layers; expected the source network. Measure "
             "before convert_ and load_, or after revert_."
         )
-    device, modes = device_of(model), [(module, module.training) for module in model.modules()]
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -142,23 +141,19 @@ def gradient_agreement(
 
     gradients = vmap(grad(loss), (None, 0, 0))
     total, count, generator = dict.fromkeys(parameters, 0.0), 0, Generator().manual_seed(seed)
-    model.eval()
-    try:
-        with reproducible(loader, seed, 0):  # the same images whenever it is asked
-            for x, y in batches(loader, device):
-                x, y = x[: samples - count], y[: samples - count]
-                shifted = augment(x, generator)
-                for part in zip(x.split(32), shifted.split(32), y.split(32), strict=True):
-                    clean, moved = (gradients(parameters, view, part[2]) for view in part[:2])
-                    for name in parameters:
-                        pair = (g[name].flatten(1) for g in (clean, moved))
-                        total[name] += F.cosine_similarity(*pair).sum().item()
-                count += len(x)
-                if count >= samples:
-                    break
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    # the same images whenever it is asked
+    with eval_mode(model), reproducible(loader, seed, 0):
+        for x, y in batches(loader, device_of(model)):
+            x, y = x[: samples - count], y[: samples - count]
+            shifted = augment(x, generator)
+            for part in zip(x.split(32), shifted.split(32), y.split(32), strict=True):
+                clean, moved = (gradients(parameters, view, part[2]) for view in part[:2])
+                for name in parameters:
+                    pair = (g[name].flatten(1) for g in (clean, moved))
+                    total[name] += F.cosine_similarity(*pair).sum().item()
+            count += len(x)
+            if count >= samples:
+                break
     if count == 0:
         raise ValueError("The loader yielded no batches; expected (x, y).")
     scores = {name: value / count for name, value in total.items()}
