@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,18 @@ def record(
     return replay
 
 
+class _Memory:
+    """A stream to record on and what is allocated there, from the first use on."""
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
+    @cached_property
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+
 class Repeated:
     """Calls a function of tensors; calls that repeat earlier shapes on a GPU replay a graph.
 
@@ -57,14 +70,21 @@ class Repeated:
             it must let go of the autograd graphs it makes.
         warm_up: plain calls of a shape before it is recorded.
         most: shapes that are recorded; others are called.
+        beside: others that are never called at the same time, whose graphs' memory is shared.
     """
 
-    def __init__(self, function: Callable[..., Any], *, warm_up: int = 3, most: int = 8) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        warm_up: int = 3,
+        most: int = 8,
+        beside: Repeated | None = None,
+    ) -> None:
         self.function, self.warm_up, self.most = function, warm_up, most
         self.calls: Counter[Any] = Counter()
         self.recorded: dict[Any, tuple[tuple[Tensor, ...], Callable[[], Any]]] = {}
-        self.stream: torch.cuda.Stream | None = None
-        self.pool: Any = None
+        self.memory: _Memory = _Memory() if beside is None else beside.memory
 
     def __call__(self, *tensors: Any) -> Any:
         if not all(isinstance(t, Tensor) and t.is_cuda for t in tensors):
@@ -83,20 +103,19 @@ class Repeated:
 
     def _aside(self, tensors: tuple[Tensor, ...]) -> Any:
         """A plain call on the stream that will be recorded: autograd remembers streams."""
-        if self.stream is None:
-            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
+        stream, current = self.memory.stream, torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             output = self.function(*tensors)
-        current.wait_stream(self.stream)
+        current.wait_stream(stream)
         return output
 
     def _record(self, key: Any, tensors: tuple[Tensor, ...]) -> Any:
         static = tuple(t.clone() for t in tensors)
         before = torch.cuda.current_stream()
         try:
-            replay = record(lambda: self.function(*static), stream=self.stream, pool=self.pool)
+            memory = {"stream": self.memory.stream, "pool": self.memory.pool}
+            replay = record(lambda: self.function(*static), **memory)
         except RuntimeError as error:  # such as a wait for the GPU in the middle
             torch.cuda.set_stream(before)
             logger.warning("not recorded as a CUDA graph, and called instead: %s", error)

@@ -70,8 +70,11 @@ def to_onnx(
         path: where to write.
         opset: 17 or newer. torch's exporter writes 18; what it cannot convert that to is refused.
     """
-    if opset < 17:
-        raise ValueError(f"opset is {opset}, expected 17 or newer.")
+    import onnx
+
+    newest = onnx.defs.onnx_opset_version()
+    if not 17 <= opset <= newest:
+        raise ValueError(f"opset is {opset}, expected 17 to {newest}, the newest that onnx knows.")
     program = to_exported_program(model, example)
     state = tuple(stream_of(model).state) if STREAM in unwrap(model).__dict__ else ()
     others = len(program.graph_signature.user_outputs) - len(state)

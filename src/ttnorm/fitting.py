@@ -115,13 +115,16 @@ class Fit:
         self.optimiser = torch.optim.Adam([self.network.theta], lr=lr, capturable=self.recorded)
         # a graph for every size of groups, and below for every batch size that is drawn
         sizes = config.group_sizes or (None,)
+        self.graphs: Repeated | None = None
         self.descend = {size: self._repeated(self._descend) for size in sizes}
         self.shift_and_descend = {size: self._repeated(self._shift_and_descend) for size in sizes}
 
     def _repeated(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not self.recorded:
             return step
-        return Repeated(step, most=200 if self.config.dynamic_batch else 8)
+        most = 200 if self.config.dynamic_batch else 8
+        self.graphs = Repeated(step, most=most, beside=self.graphs)
+        return self.graphs
 
     def _initialise(self, theta: Tensor) -> None:
         init = self.config.init
@@ -154,6 +157,7 @@ class Fit:
         progress.close()
         self.descend.clear()  # graphs hold memory of their own
         self.shift_and_descend.clear()
+        self.graphs = None
 
     def epoch(self, loader: Loader, generator: Generator, progress: Progress) -> None:
         done, started = len(self.history), time.monotonic()

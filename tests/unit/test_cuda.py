@@ -204,6 +204,26 @@ def test_a_repeated_step_is_recorded_and_does_the_same():
     assert torch.allclose(state, expected + x[:3].mean(0))
 
 
+def test_graphs_that_take_turns_share_their_memory():
+    x, mebibyte = torch.ones(1, device="cuda"), 2**20
+
+    def grown(**options):
+        repeated = capture.Repeated(lambda x: (x.expand(64 * mebibyte) * 2).sum(), **options)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        for _ in range(3):
+            assert repeated(x).item() == 128 * mebibyte
+        assert repeated.recorded
+        torch.cuda.empty_cache()
+        return repeated, torch.cuda.memory_reserved() - before
+
+    first, alone = grown(warm_up=1)
+    second, beside = grown(warm_up=1, beside=first)
+    assert alone >= 256 * mebibyte
+    assert beside <= 32 * mebibyte
+    assert first(x).item() == second(x).item() == 128 * mebibyte
+
+
 def test_what_cannot_be_recorded_is_called():
     repeated = capture.Repeated(lambda x: x * x.sum().item())
     x = torch.rand(3, device="cuda")
@@ -227,7 +247,7 @@ def test_recorded_post_training_gives_the_alpha_of_plain_steps(groups, graphs, m
     monkeypatch.setattr("ttnorm.fitting.Repeated", Watched)
     for record in (True, False):
         if not record:
-            monkeypatch.setattr("ttnorm.fitting.Repeated", lambda function, most: function)
+            monkeypatch.setattr("ttnorm.fitting.Repeated", lambda function, **_: function)
         loader = DeviceLoader(images, labels, 24)
         config = ttnorm.PostTrainConfig(epochs=3, lr=0.02, group_sizes=groups)
         results.append(ttnorm.post_train_(_network(), loader, config).alpha)

@@ -139,12 +139,10 @@ def test_an_unconverted_network_is_refused(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    ("opset", "message"), [(16, "expected 17 or newer"), (99, "torch's exporter offers")]
-)
-def test_an_opset_that_cannot_be_had_is_refused(opset, message, tmp_path):
+@pytest.mark.parametrize("opset", [16, 99])
+def test_an_opset_that_cannot_be_had_is_refused(opset, tmp_path):
     model = ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3)), alpha=0.5)
-    with pytest.raises(ValueError, match=f"opset is {opset}, .*{message}"):
+    with pytest.raises(ValueError, match=f"opset is {opset}, expected 17 to ..,"):
         ttnorm.to_onnx(model, torch.rand(2, 3, 4, 4), tmp_path / "x.onnx", opset=opset)
     assert not (tmp_path / "x.onnx").exists()
 

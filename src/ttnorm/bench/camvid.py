@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -30,9 +31,10 @@ DUSK = "0001TP"
 CORRUPTIONS = ("fog", "snow", "frost", "brightness", "motion_blur", "gaussian_noise")
 BATCH_SIZE = 2  # the paper's for post-training, and for its main table
 EPOCHS = 10  # 406 frames are 203 steps an epoch
-# benchmarks/choose_alpha_shift.py
-RATE = 4e-3
 PARTS = ("jitter", "blur")  # they leave pixels where they are, as masks do
+# benchmarks/choose_alpha_shift.py
+FIT: dict[str, Any] = {"lr": 4e-3}
+SHIFT = partial(domain_shift, parts=PARTS, blur=BLUR)
 
 
 def source_frames(folder: Path, *, skip_bad: bool = False) -> Images:
@@ -97,8 +99,8 @@ class CamvidBench:
             self._frames,
             epochs=min(self.setup.scale.epochs, EPOCHS),
             batch_size=BATCH_SIZE,
-            config={"lr": RATE},
-            augment=partial(domain_shift, parts=PARTS, blur=BLUR),
+            config=FIT,
+            augment=SHIFT,
         )
 
     def _frames(self) -> Images:

@@ -23,7 +23,12 @@ BATCH_SIZE = 64  # the paper's for post-training
 RATE = 2.5e-4  # likewise, for 30 epochs of 64,000 images
 # With fewer images there are fewer steps, too few for one alpha a channel, and all batch sizes have
 # to be seen: benchmarks/choose_alpha_shift.py
-FEW: dict[str, Any] = {"lr": 1e-2, "granularity": "layer", "group_sizes": (1, 2, 4, 16, 64)}
+FEW: dict[str, Any] = {
+    "lr": 1e-2,
+    "granularity": "layer",
+    "group_sizes": (1, 2, 4, 16, 64),
+    "source_count": 4.0,
+}
 SHIFT_OF_FEW = partial(domain_shift, parts=(*DOMAIN_PARTS, *PRIOR_PARTS[1:]))
 
 

@@ -121,7 +121,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             return load_file(path)
         state = torch.load(os.fspath(path), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a file that is none runs into
-        raise ValueError(f"{path} is truncated or no file of weights: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is truncated or no file of weights: {reason}") from error
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, expected weights by name.")
     return state.get("state_dict", state)
