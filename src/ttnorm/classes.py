@@ -148,7 +148,7 @@ def _frames(model: nn.Module, layers: list[TTNormBase], x: Tensor) -> tuple[Any,
     These are None if it does not use all of them, or if one sees other samples than the network.
     """
     outputs: list[Any] = []
-    found = dict(entering(layers, lambda: outputs.append(model(x))))
+    found = dict(entering(layers, lambda: outputs.append(model(x.clone()))))
     if len(found) < len(layers) or any(len(mean) != len(x) for mean, _ in found.values()):
         return outputs[0], None
     mean, var = (torch.cat([found[i][part] for i in range(len(layers))], 1) for part in (0, 1))

@@ -167,6 +167,7 @@ class Fit:
         for x, y in pairs:
             if done == count == 0:
                 self._warn_of_moves(y)
+                _warn_of_order(y)
             self._set_lr((done + (count / steps if steps else 0)) / self.config.epochs)
             sums += self._step(x, y, generator, check=count == 0 or x.is_cpu)
             count += 1
@@ -366,6 +367,15 @@ def _average(alpha: Tensor, sizes: list[int], per: str) -> Tensor:
         return alpha
     parts = alpha.split(sizes) if per == "layer" else [alpha]
     return torch.stack([part.mean() for part in parts])
+
+
+def _warn_of_order(y: Tensor) -> None:
+    if y.dim() == 1 and len(y) >= 16 and bool((y == y[0]).all()):
+        logger.warning(
+            "post-training: all %d samples of the first batch have the same label. Alpha is fitted "
+            "to batches as the loader gives them; if they come sorted, shuffle them.",
+            len(y),
+        )
 
 
 def _length(loader: Loader, config: PostTrainConfig) -> int | None:

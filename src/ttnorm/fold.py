@@ -79,7 +79,8 @@ def _preceding(model: nn.Module) -> dict[str, nn.Module]:
             continue
         layer = modules[before.target]
         used_once = calls[id(layer)] == calls[id(norm)] == len(before.users) == 1
-        if used_once and id(layer) not in touched and _foldable(layer, norm):
+        untouched = not {id(layer), id(norm)} & touched
+        if used_once and untouched and _foldable(layer, norm):
             found[names[id(norm)]] = layer
     return found
 

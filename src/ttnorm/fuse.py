@@ -47,15 +47,21 @@ def fuse(model: nn.Module) -> fx.GraphModule:
         norm, residual = _norm_before(relu.all_input_nodes[0], modules)
         if norm is None:
             continue
+        moved = [norm] if residual is None else [norm, relu.all_input_nodes[0]]
+        inputs = (norm.all_input_nodes[0], *([] if residual is None else [residual]))
+        if any(
+            _changes(value, node, relu, moved) for value, node in zip(inputs, moved, strict=True)
+        ):
+            continue
         target = str(norm.target)
         name = f"{target.replace('.', '_')}_relu"
         while name in modules:
             name += "_"
-        fused.add_submodule(name, NormRelu(modules[target]))
-        inputs = (norm.all_input_nodes[0], *([] if residual is None else [residual]))
+        modules[name] = NormRelu(modules[target])
+        fused.add_submodule(name, modules[name])
         with graph.inserting_before(relu):
             relu.replace_all_uses_with(graph.call_module(name, inputs))
-        for node in (relu, *([] if residual is None else [relu.all_input_nodes[0]]), norm):
+        for node in (relu, *reversed(moved)):
             graph.erase_node(node)
     graph.lint()
     fused.recompile()
@@ -121,6 +127,16 @@ def _norm_before(
             if _is_norm(norm, modules):
                 return norm, other
     return None, None
+
+
+def _changes(value: fx.Node, first: fx.Node, last: fx.Node, but: list[fx.Node]) -> bool:
+    """Whether a value may be changed in place between two nodes: something else takes it there."""
+    node = first.next
+    while node is not last:
+        if value in node.all_input_nodes and node not in but:
+            return True
+        node = node.next
+    return False
 
 
 def _is_norm(node: fx.Node, modules: dict[str, nn.Module]) -> bool:

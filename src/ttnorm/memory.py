@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
@@ -50,6 +51,7 @@ class Stream(StreamRows):
         config: see `StreamConfig`.
     """
 
+    @lasting
     def __init__(self, model: nn.Module, config: StreamConfig) -> None:
         self.layers = list(ttn_layers(model).values())
         self.sizes = [layer.running_mean.numel() for layer in self.layers]
@@ -58,7 +60,6 @@ class Stream(StreamRows):
         self.unit_var = self._flat([layer.running_var for layer in self.layers]).clamp_min(1e-12)
         self.unit = self.unit_var.sqrt()
         self.ones = torch.ones_like(self.unit)
-        self.cross_term = all(layer.cross_term for layer in self.layers)
         # parts of a memory, each with its part of the window: no more than there are classes
         self.cells = config.buckets if config.memory == "balanced" else 1
         self.classes = _classes_on(model, self.source_mean, config.memory)
@@ -89,9 +90,12 @@ class Stream(StreamRows):
         self.frames = None
         if not samples:
             return
+        self.cross_term = all(layer.cross_term for layer in self.layers)
         described = None
         if self.routes is not None:
-            shallow = partial(model.forward, *args, **kwargs)
+            # of its own: a network may change what it is given
+            copies, named = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+            shallow = partial(model.forward, *copies, **named)
             size = len(self.routes.content.mean)
             described = describe_frames(self.layers, shallow, size=size)
         with exactly(x):
@@ -184,7 +188,8 @@ class Stream(StreamRows):
                 "cannot be told. A network that folds anything into the batch has no streams."
             )
         with torch.no_grad():
-            frames = batch_moments(x.detach(), 1)
+            mean, var = batch_moments(x.detach(), 1)
+            frames = (mean.to(self.dtype), var.to(self.dtype))  # the network may have been cast
         now.moments[index] = frames  # of its last use, where a layer has several
         mean, var, trust, source_mean, unit = now.per_layer[index]
         if kernels.usable(x) and not (trust.requires_grad or torch.compiler.is_compiling()):

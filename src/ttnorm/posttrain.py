@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .artefact import fingerprint
+from .artefact import checksum, fingerprint
 from .augment import (
     Augment,
     Per,
@@ -302,8 +302,15 @@ def _name_of(function: Any) -> str:
         given += [f"{k}={_argument(v)}" for k, v in function.keywords.items()]
         return f"{_name_of(function.func)}({', '.join(given)})"
     if isinstance(function, nn.Module):
-        return repr(function)
+        # a repr leaves out much, such as the label smoothing of a cross-entropy
+        options = [_options(module) for module in function.modules()]
+        return f"{function!r} {options} {checksum(function.state_dict(), {})}"
     return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def _options(module: nn.Module) -> dict[str, Any]:
+    kinds = (bool, int, float, str)
+    return {k: v for k, v in vars(module).items() if k != "training" and isinstance(v, kinds)}
 
 
 def _argument(value: Any) -> str:

@@ -90,7 +90,7 @@ def estimate_prior(
     ):
         progress = Progress("prior", None)
         for x, y in progress.track(_at_most(batches(loader, device), wanted)):
-            clean = gradients(x, y, loss)
+            clean = gradients(x.clone(), y, loss)  # a network may change what it is given
             shifted = gradients(shift_images(x, augment, generator, mean, std), y, loss)
             for name, grads in clean.items():
                 product = torch.sign(grads) * torch.sign(shifted[name])  # (2, N, C)

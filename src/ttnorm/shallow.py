@@ -117,7 +117,7 @@ def content_of(
     with borrowed(model, alpha=0.0) as layers:
         for x, _ in batches(loader, device_of(model)):
             x = x[: samples - sum(map(len, found))]
-            moments = _first(list(layers.values()), partial(model, x), depth)
+            moments = _first(list(layers.values()), partial(model, x.clone()), depth)
             if not moments or any(len(mean) != len(x) for mean, _ in moments):
                 return None
             found.append(describe(moments).cpu())

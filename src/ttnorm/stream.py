@@ -64,8 +64,11 @@ def stream_(model: nn.Module, **options: Any) -> nn.Module:
 
 def attach_(model: nn.Module, stream: Stream) -> nn.Module:
     """Have a network remember its stream in this one, which was made for it."""
-    end_stream_(model)
     network = unwrap(model)
+    before = network.__dict__.get(STREAM)
+    end_stream_(model)
+    if before is not None:
+        stream.select_again(before.ids)  # of the `streams` that this may be called in
     network.__dict__[STREAM] = stream
     stream.hooks = [
         network.register_forward_pre_hook(stream.begin, with_kwargs=True),
@@ -87,7 +90,8 @@ def streams(model: nn.Module, ids: Sequence[Id]) -> Iterator[nn.Module]:
     """Inside, the samples of a batch belong to the streams of these ids, one id for each.
 
     Every stream has a memory of its own; frames of many streams in one forward come out as if each
-    stream had run alone. A tensor or an array of ids stands for its numbers.
+    stream had run alone. A tensor or an array of ids stands for its numbers. It is a state of the
+    model: threads have to take turns, or need models of their own.
 
     Example:
         >>> from ttnorm import convert_
@@ -97,13 +101,14 @@ def streams(model: nn.Module, ids: Sequence[Id]) -> Iterator[nn.Module]:
         >>> {name: state.frames for name, state in health(model).items()}
         {'door': 1, 'yard': 2}
     """
-    stream = stream_of(model)
-    before = stream.ids
-    stream.select(_plain(ids))
+    before = stream_of(model).ids
+    stream_of(model).select(_plain(ids))
     try:
         yield model
     finally:
-        stream.select_again(before)
+        stream = unwrap(model).__dict__.get(STREAM)
+        if stream is not None:  # and was not ended inside
+            stream.select_again(before)
 
 
 def find_domains(model: nn.Module) -> None:

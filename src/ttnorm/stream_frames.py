@@ -44,17 +44,19 @@ def usable(x: Tensor) -> Tensor:
     """Which samples may be remembered: not those that are not finite, or of one colour.
 
     That is, of one value in each of their channels, however images were normalised; where a channel
-    has no pixels, of one value altogether.
+    has no pixels, of one value altogether; a sample that is a single value may be any.
 
     Args:
-        x: (N, C) or (N, C, ...).
+        x: (N,), (N, C) or (N, C, ...).
     """
-    flat = x.detach().flatten(1)
+    flat = x.detach().reshape(x.shape[0], -1)
+    finite = torch.isfinite(flat).all(1)
+    if flat.shape[1] == 1:
+        return finite
     pixels = x.detach().flatten(2) if x.dim() > 2 else flat[:, None]
     if pixels.shape[2] == 1:
         pixels = flat[:, None]
-    varied = (pixels.amax(2) > pixels.amin(2)).any(1)
-    return torch.isfinite(flat).all(1) & varied
+    return finite & (pixels.amax(2) > pixels.amin(2)).any(1)
 
 
 def exactly(x: Tensor) -> contextlib.AbstractContextManager[Any]:

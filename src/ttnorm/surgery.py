@@ -46,6 +46,7 @@ _CONVERTED: dict[str, type[TTNormBase]] = {
 }
 
 
+@torch.inference_mode(False)  # alpha may be changed outside of it
 def convert_(
     model: nn.Module,
     alpha: float | Mapping[str, Tensor],
@@ -205,7 +206,7 @@ def _same_batch_everywhere(
 
     guards = [
         model.register_forward_pre_hook(note, with_kwargs=True),
-        model.register_forward_hook(forget, always_call=True),
+        model.register_forward_hook(forget),
     ]
     for name, layer in layers.items():
         hook = partial(compare, name)

@@ -156,3 +156,18 @@ def test_errors():
         ttnorm.fold_(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="tolerance is 2, expected"):
         ttnorm.fold_(ttnorm.convert_(nn.Sequential(nn.BatchNorm2d(3)), 0.0), tolerance=2)
+
+
+def test_a_norm_whose_parameters_are_read_elsewhere_stays():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.norm(self.conv(x)) * self.norm.weight.sum()
+
+    model, x = ttnorm.convert_(Reading().eval(), 0.0), torch.rand(2, 3, 5, 5)
+    expected = model(x)
+    assert ttnorm.fold_(model) == []
+    assert torch.equal(model(x), expected)

@@ -136,3 +136,38 @@ def test_a_fused_network_can_remember_a_stream():
     )
     for x in torch.rand(5, 2, 3, 8, 8):
         torch.testing.assert_close(fused(x), plain(x))
+
+
+def test_names_that_run_into_each_other_are_kept_apart():
+    class Alike(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.ModuleDict({"norm": nn.BatchNorm2d(3)})
+            self.stem_norm = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.stem_norm(self.stem["norm"](x).relu()).relu()
+
+    model, x = settle(Alike()), torch.rand(4, 3, 5, 5)
+    fused = ttnorm.fuse(model)
+    assert len(fused_norms(fused)) == 2
+    torch.testing.assert_close(fused(x), model(x))
+
+
+@pytest.mark.parametrize("changed", ["input", "residual"])
+def test_what_is_changed_before_the_relu_is_read_before_it(changed):
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            x, residual = x * 1, x * 2
+            y = self.norm(x) + residual
+            (x if changed == "input" else residual).mul_(0.1)
+            return y.relu() + x + residual
+
+    model, x = settle(Changing()), torch.rand(4, 3, 5, 5)
+    fused = ttnorm.fuse(model)
+    assert not fused_norms(fused)
+    torch.testing.assert_close(fused(x), model(x))

@@ -187,3 +187,27 @@ def test_one_name_is_no_list_of_ids(network):
     refused = pytest.raises(ValueError, match="ids is 'door', expected one for each sample")
     with refused, ttnorm.streams(network, "door"):
         network(frames(4))
+
+
+@pytest.mark.parametrize("again", ["load_stream_", "stream_"])
+def test_a_memory_that_is_replaced_keeps_to_the_streams_it_is_in(network, tmp_path, again):
+    ttnorm.stream_(network)
+    ttnorm.save_stream(network, tmp_path / "empty.safetensors")
+    with ttnorm.streams(network, ["door"]):
+        if again == "stream_":
+            ttnorm.stream_(network)
+        else:
+            ttnorm.load_stream_(network, tmp_path / "empty.safetensors")
+        network(frames(1))
+    network(frames(1))
+    assert {id: state.frames for id, state in ttnorm.health(network).items()} == {
+        "door": 1,
+        None: 1,
+    }
+
+
+def test_a_memory_may_end_inside_its_streams(network):
+    ttnorm.stream_(network)
+    with ttnorm.streams(network, ["door"]):
+        ttnorm.end_stream_(network)
+    assert network(frames(2)).shape == (2, 4)

@@ -359,6 +359,15 @@ def test_a_network_that_was_moved_afterwards_is_refused():
         adapting(stream(4))
 
 
+def test_parameters_that_were_replaced_afterwards_are_noticed():
+    adapting = tent(converted(), 4, window=4)
+    model = adapting.models[0]
+    norm = next(m for m in model.modules() if isinstance(m, ttnorm.TTNorm2d))
+    norm.weight = nn.Parameter(norm.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="was moved, cast or given other parameters"):
+        adapting(stream(4))
+
+
 def test_half_precision_is_refused():
     with pytest.raises(ValueError, match=r"are torch\.float16"):
         tent(converted().half(), 4)

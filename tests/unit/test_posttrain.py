@@ -352,6 +352,28 @@ class TestOddLoaders:
         post_train_(small_network, [batch], PostTrainConfig(epochs=1), loss=loss)
         assert small_network.__dict__[CLASSES].codes.shape[0] == 4
 
+    def test_one_that_gives_class_after_class_is_warned_of(self, small_network, prior, caplog):
+        images = torch.rand(48, 3, 8, 8)
+        config, message = PostTrainConfig(epochs=2), "have the same label"
+        for labels, warnings in ((torch.arange(48) % 3, 0), (torch.arange(48) // 16, 1)):
+            pairs = list(zip(images.split(16), labels.split(16), strict=True))
+            optimise_alpha(small_network, pairs, prior, config)
+            assert caplog.text.count(message) == warnings
+
+    def test_images_that_the_network_changes_are_given_to_it_unchanged(self, small_network):
+        class InPlace(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.network = small_network
+
+            def forward(self, x):
+                return self.network(x.sub_(0.5).div_(0.25))
+
+        x, y = torch.rand(32, 3, 12, 12), torch.randint(4, (32,))
+        before = x.clone()
+        post_train_(InPlace(), [(x, y)], PostTrainConfig(epochs=2))
+        assert torch.equal(x, before)
+
     def test_a_single_image(self, small_network):
         batch = (torch.rand(1, 3, 12, 12), torch.tensor([2]))
         post_train_(small_network, [batch], PostTrainConfig(epochs=1, init=0.1, mse=False))

@@ -121,6 +121,17 @@ class TestReproducible:
         expected = self.run(small_network, loader, checkpoint=checkpoint)
         assert torch.equal(self.run(small_network, [], checkpoint=checkpoint), expected)
 
+    def test_a_loss_is_known_by_all_of_its_options(self, small_network, loader, tmp_path):
+        checkpoint = tmp_path / "run.safetensors"
+        plain, smooth = (nn.CrossEntropyLoss(label_smoothing=by) for by in (0.0, 0.5))
+        weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0, 1.0]))
+        first = self.run(small_network, loader, loss=plain, checkpoint=checkpoint)
+        for other in (smooth, weighted):
+            with pytest.raises(ValueError, match="its loss differs"):
+                self.run(small_network, loader, loss=other, checkpoint=checkpoint)
+        again = nn.CrossEntropyLoss()
+        assert torch.equal(self.run(small_network, [], loss=again, checkpoint=checkpoint), first)
+
     def test_another_run_s_checkpoint_is_refused(self, small_network, loader, tmp_path):
         checkpoint = tmp_path / "run.safetensors"
         self.run(small_network, loader, checkpoint=checkpoint)

@@ -389,3 +389,13 @@ def test_threads_may_share_an_isolated_model(small_network):
         for thread in threads:
             thread.join()
     assert not errors
+
+
+def test_isolated_again_and_again_compiles_once(small_network, images):
+    compiled = torch.compile(ttnorm.convert_(small_network, 0.5), backend="eager", fullgraph=True)
+    with ttnorm.isolated(compiled, 5):
+        expected = compiled(images)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(3):
+            with ttnorm.isolated(compiled, 5):
+                assert torch.equal(compiled(images), expected)

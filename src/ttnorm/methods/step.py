@@ -94,7 +94,7 @@ class AdaptationStep:
         Args:
             x: whole batches one after another; only the last may be smaller.
         """
-        self.flat.check()
+        self.flat.check(self.models[0])
         if not len(x):  # nothing to adapt to
             with torch.no_grad():
                 return in_batches(self.models[0], x, self.batch_size)
@@ -256,10 +256,11 @@ class FlatParameters:
             tensor.data = view
             self.gradients.append(self.gradient.as_strided(like.shape, like.stride(), start))
 
-    def check(self) -> None:
+    def check(self, model: nn.Module) -> None:
         """Raise if the network's parameters are no longer these, for nothing would adapt."""
         here = self.vector.untyped_storage().data_ptr()
-        if any(t.untyped_storage().data_ptr() != here for t in self.tensors):
+        held = {id(t) for t in itertools.chain(model.parameters(), model.buffers())}
+        if any(id(t) not in held or t.untyped_storage().data_ptr() != here for t in self.tensors):
             raise RuntimeError(
                 "The network was moved, cast or given other parameters after the method was made. "
                 "Make the method anew."
