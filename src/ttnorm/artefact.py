@@ -241,6 +241,9 @@ def write_atomically(
     partial = f"{os.fspath(path)}.{os.getpid()}.partial"
     try:
         save_file(dict(tensors), partial, metadata=encoded)
+        umask = os.umask(0)  # which can only be read by setting it
+        os.umask(umask)
+        os.chmod(partial, 0o666 & ~umask)  # safetensors leaves a file to its owner alone
         os.replace(partial, path)
     finally:
         Path(partial).unlink(missing_ok=True)

@@ -203,6 +203,8 @@ def shift_images(
         augment = partial(augment, check=check)  # type: ignore[call-arg]
     if mean is None and std is None:
         return augment(images, generator)  # type: ignore[arg-type]
+    if std is not None and min(per_channel_list(std) or [1.0]) <= 0:
+        raise ValueError(f"std is {std}, expected positive numbers.")
     offset = _per_channel(images, per_channel_list(mean) or [0.0])
     scale = _per_channel(images, per_channel_list(std) or [1.0])
     unit = images * scale + offset

@@ -6,9 +6,12 @@ batch and comes out beside the output: see `stream_state`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,8 +82,9 @@ def to_onnx(
     state = tuple(stream_of(model).state) if STREAM in unwrap(model).__dict__ else ()
     others = len(program.graph_signature.user_outputs) - len(state)
     names = ["output"] if others == 1 else [f"output_{index}" for index in range(others)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own notes on its deprecations
+    # the exporter's own notes on its deprecations, and tracebacks of conversions that it gives up
+    with warnings.catch_warnings(), _silent():
+        warnings.simplefilter("ignore")
         exported = torch.onnx.export(
             program,
             (),
@@ -97,6 +101,17 @@ def to_onnx(
     if written != opset:  # the exporter says so in its log only
         raise ValueError(f"opset is {opset}, and torch's exporter offers {written} instead.")
     exported.save(path, external_data=False)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without anybody's log."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 class _Explicit(nn.Module):

@@ -8,6 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from ttnorm.bench import formats, subject, tables
+from ttnorm.bench.camvid import CORRUPTIONS
 from ttnorm.bench.experiments import EXPERIMENTS
 from ttnorm.bench.records import read_records
 from ttnorm.bench.report import write_report
@@ -48,8 +49,8 @@ def ttnorm(line):
 
 
 def test_from_frames_to_tables_and_pictures(folder, tmp_path, monkeypatch):
-    scale = dataclasses.replace(subject.QUICK_LARGE, images=4, train=4, batch_sizes=(2,))
-    monkeypatch.setattr(subject, "QUICK_LARGE", scale)
+    scale = dataclasses.replace(subject.QUICK_SCENES, images=4, train=4, corruptions=CORRUPTIONS)
+    monkeypatch.setattr(subject, "QUICK_SCENES", scale)
     network = tmp_path / "deeplab.safetensors"
     line = f"train-segmentation {folder} {network} --epochs 1 --batch-size 4 --device cpu"
     assert "6 frames, last epoch loss" in ttnorm(line)  # without the dusk

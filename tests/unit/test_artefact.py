@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import pytest
 import torch
@@ -196,3 +197,12 @@ def test_what_streams_need_is_refused_where_it_is_not_finite(small_network, path
     tensors["content/whitening"][0, 0] = float("inf")
     rewrite(path, tensors)
     refuses(small_network, path, "not finite")
+
+
+def test_files_are_as_open_as_the_umask_has_it(small_network, tmp_path):
+    before = os.umask(0o027)
+    try:
+        ttnorm.save(ttnorm.convert_(small_network, 0.5), tmp_path / "x.ttn.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.ttn.safetensors").stat().st_mode & 0o777 == 0o640

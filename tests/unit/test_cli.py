@@ -33,6 +33,18 @@ USER_CODE = """
     def normalised():
         return [(2 * x - 1, y) for x, y in loader()]
 
+    def four_channels():
+        return [(torch.rand(8, 4, 10, 10), y) for _, y in loader()]
+
+    def many_classes():
+        return [(x, y + 11) for x, y in loader()]
+
+    def fractions():
+        return [(x, y.float()) for x, y in loader()]
+
+    def nothing_at_all():
+        return None
+
     def no_network():
         return 3
 
@@ -143,6 +155,14 @@ def test_export_says_when_the_network_does_not_take_the_shape(alpha_file):
             "--init is 'much', which is no number",
         ),
         ("post-train mine:network mine:normalised x", "pass the mean and std"),
+        (
+            "post-train mine:network mine:four_channels x",
+            "mine:network does not take (2, 4, 10, 10)",
+        ),
+        ("post-train mine:network mine:many_classes x", "mine:network has 4 classes"),
+        ("post-train mine:network mine:fractions x", "expected whole numbers: y.long()"),
+        ("post-train mine:network mine:nothing_at_all x", "returned a NoneType, expected batches"),
+        ("post-train mine:network mine:loader x --std 0,1,1", "std is [0.0, 1.0, 1.0], expected"),
         ("info absent.safetensors", "There is no file absent.safetensors"),
         ("export mine:network absent x.onnx --shape 3.5,8,8", "--shape is '3.5,8,8', expected"),
         ("post-train mine:network mine:loader x --checkpoint no/c", "no/c cannot be written"),

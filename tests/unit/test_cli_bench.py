@@ -116,7 +116,7 @@ def test_without_a_wish_norms_are_those_that_alpha_files_allow(ttnorm, corrupted
         ("--data absent", "There is no file absent/labels.npy"),
         ("--clean absent --scenario source", "There is no folder absent"),
         ("--network wrn", "'wrn' is no network: expected wrn40_2-cifar10"),
-        ("--network mine:of_three_classes", "labels go from 0 to 9; mine:of_three_classes has 3"),
+        ("--network mine:of_three_classes", "labels from 0 to 9; mine:of_three_classes has 3"),
     ],
 )
 def test_bad_options_are_one_line_and_write_nothing(ttnorm, corrupted, tmp_path, line, message):
@@ -148,7 +148,7 @@ def test_damaged_files(ttnorm, corrupted, tmp_path):
     assert "labels.npy has float64, expected whole numbers" in ttnorm(EVALUATE)[2]
     np.save(labels, np.full(60, 99))
     code, _, errors = ttnorm(EVALUATE)
-    assert "The labels go from 99 to 99; mine:network has 10 classes" in errors
+    assert "The data set has labels from 99 to 99; mine:network has 10 classes" in errors
     assert code == 2
     assert not (tmp_path / "r.jsonl").exists()
 

@@ -1,5 +1,7 @@
 """ImageNet's folders, what is said about bad ones, and the networks for it."""
 
+from urllib.error import URLError
+
 import numpy as np
 import pytest
 import torch
@@ -191,6 +193,14 @@ class TestNetworks:
         assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
         wanted = imagenet.preprocessing_of("timm/test_resnet")
         assert (wanted.crop, wanted.interpolation) == (160, "bilinear")
+
+    def test_weights_that_cannot_be_downloaded_are_asked_for(self, monkeypatch):
+        def offline(*_, **__):
+            raise URLError("no connection")
+
+        monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", offline)
+        with pytest.raises(ValueError, match=r"could not be downloaded .*no connection.*--weights"):
+            imagenet.load("mobilenet_v2")
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),

@@ -126,10 +126,12 @@ class CamvidBench:
 
     def _corrupted(self, frames: Tensor) -> dict[str, Tensor]:
         folder, numbers = self.setup.work / "camvid-c", torch.arange(len(frames))
+        wanted = (*self.setup.scale.corruptions, "fog")  # of which there is a picture
+        names = [name for name in CORRUPTIONS if name in wanted]
         make_corrupted(
             Images(frames, numbers),
             folder,
-            corruptions=CORRUPTIONS,
+            corruptions=names,
             severities=(self.severity,),
             textures=self.setup.textures,
         )
@@ -137,7 +139,7 @@ class CamvidBench:
         limits = {"size": (height, width), "classes": len(frames)}
         return {
             name: load_corrupted(folder, name, self.severity, **limits).images  # type: ignore[arg-type]
-            for name in CORRUPTIONS
+            for name in names
         }
 
     def network(self, part: Part) -> Network:

@@ -137,18 +137,26 @@ def check(network: Network, data: Domains, jobs: Iterable[Job]) -> None:
     check_labels(data.dataset, data.labels, network.name, network.classes(data.image_size))
 
 
-def check_labels(data: str, labels: Tensor, network: str, classes: int) -> None:
+def check_labels(
+    data: str, labels: Tensor, network: str, classes: int, *, every: bool = False
+) -> None:
     """Raise if images are of classes that a network does not tell apart.
 
     Args:
         data, network: what they are called.
         labels: of images, or of pixels with VOID among them.
+        every: whether all of the network's classes are to be among them.
     """
     known = labels if labels.dim() == 1 else labels[labels != VOID]
     low, high = int(known.min()), int(known.max())
     if high >= classes or low < 0:
         raise ValueError(
             f"{data} has labels from {low} to {high}; {network} has {classes} classes."
+        )
+    if every and high + 1 < classes:
+        raise ValueError(
+            f"{data} has labels from {low} to {high}; {network} has {classes} classes. Is it the "
+            "right data set?"
         )
 
 

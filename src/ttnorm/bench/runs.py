@@ -14,7 +14,7 @@ from ..data.imagenet import CLASSES, Preprocessing, load_imagenet, load_imagenet
 from ..data.images import Images
 from ..models import zoo
 from ..progress import Progress
-from .job import Domains, Network
+from .job import Domains, Network, check_labels
 
 
 def network_under_test(
@@ -99,11 +99,5 @@ def _from_arrays(
 
 def _of(network: Network, classes: int, data: Domains) -> Domains:
     """The data, if they have as many classes as the network, or ImageNet's are no more."""
-    low, high = int(data.labels.min()), int(data.labels.max())
-    fits = high < classes if data.task == "imagenet" else high + 1 == classes
-    if not fits:
-        raise ValueError(
-            f"The labels go from {low} to {high}; {network.name} has {classes} classes. Is it the "
-            "right data set?"
-        )
+    check_labels("The data set", data.labels, network.name, classes, every=data.task != "imagenet")
     return data

@@ -137,7 +137,7 @@ def evaluate(
     agreement = None
     if source and any(METHODS[m].needs_agreement for m in method or () if m in METHODS):
         examples = inputs.loader(str(source), where, kind, network=network, skip_bad=skip_bad)
-        inputs.check_loader(examples, str(source), model, network)
+        inputs.check_loader(examples, str(source), model, network, kind)
         agreement = shards.common("agreement", lambda: gradient_agreement(model, examples))
     tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
     runs = []

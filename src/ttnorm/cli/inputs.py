@@ -5,18 +5,19 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..artefact import read_safetensors
 from ..augment import Augment, prior_shift
 from ..batches import Loader
 from ..distributed import rank, world_size
+from ..surgery import device_of, eval_mode
 
 if TYPE_CHECKING:
     from ..data.imagenet import Preprocessing
@@ -143,14 +144,36 @@ def loader(
     return DeviceLoader(x, y, max(1, size // world_size()))
 
 
-def check_loader(loader: Loader, spec: str, model: nn.Module, network: str) -> None:
-    """Raise if a folder's images are of classes that the network does not tell apart."""
+def check_loader(loader: Loader, spec: str, model: nn.Module, network: str, dataset: str) -> None:
+    """Raise if images do not fit the network, or are of classes that it does not tell apart."""
     from ..bench.job import check_labels, classes_of
     from ..data.loader import DeviceLoader
 
     if isinstance(loader, DeviceLoader):
         height, width = loader.images.shape[-2:]
-        check_labels(spec, loader.labels, network, classes_of(model, (height, width)))
+        every = dataset_named(dataset) == "cifar"
+        check_labels(spec, loader.labels, network, classes_of(model, (height, width)), every=every)
+        return
+    if not isinstance(loader, Iterable):
+        raise TypeError(f"{spec} returned a {type(loader).__name__}, expected batches (x, y).")
+    if isinstance(loader, Iterator):  # what it gives it gives once
+        return
+    batch = next(iter(loader), None)
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        return  # post-training says what is wrong with that
+    x, y = batch
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor) and y.dim() == 1 and len(y)):
+        return
+    try:
+        with eval_mode(model), torch.no_grad():
+            output = model(x[:2].to(device_of(model)))
+    except (RuntimeError, ValueError) as error:
+        shape = tuple(x[:2].shape)
+        raise ValueError(f"{network} does not take {shape} of {spec}: {error}") from error
+    if isinstance(output, Tensor) and output.dim() == 2:
+        if y.is_floating_point():
+            raise TypeError(f"{spec} has labels of {y.dtype}, expected whole numbers: y.long().")
+        check_labels(spec, y, network, output.shape[1])
 
 
 def augment(dataset: str, shift: str, images: int | None) -> Augment | None:

@@ -56,8 +56,10 @@ def reproduce(
     quick: Annotated[
         bool,
         typer.Option(
-            help="200 images of 3 corruptions at B = 200, 16 and 1; one seed and one epoch of "
-            "post-training on 2,000 images; records go below WORK. Minutes on a CPU."
+            help="200 images of 3 corruptions at B = 200, 16 and 1 (of ImageNet 32 at 16 and 1, of "
+            "CamVid 32 at 2), or at what --batch-size says; one seed and one epoch of "
+            "post-training on 2,000 images, or 64 large ones; records go below WORK. Minutes on a "
+            "CPU."
         ),
     ] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Of post-training; 3 if none.")] = None,
@@ -88,11 +90,13 @@ def reproduce(
         scenarios=tuple(scenario or ()),
         batch_sizes=tuple(batch_size or ()),
     )
-    small, large = subject.FULL, subject.FULL
+    scales = [subject.FULL] * 3
     if quick:
-        small, large = subject.QUICK, subject.QUICK_LARGE
+        scales = [subject.QUICK, subject.QUICK_LARGE, subject.QUICK_SCENES]
+    if batch_size:
+        scales = [dataclasses.replace(scale, batch_sizes=()) for scale in scales]
     if seeds is not None:
-        small, large = (dataclasses.replace(scale, seeds=seeds) for scale in (small, large))
+        scales = [dataclasses.replace(scale, seeds=seeds) for scale in scales]
     if not any((cifar10, cifar100, imagenet, camvid)):
         raise ValueError(
             "Without --cifar10, --cifar100, --imagenet or --camvid, a folder with it, nothing can "
@@ -103,14 +107,16 @@ def reproduce(
         records = work / "records"
     for folder in (work, records):
         inputs.check_folder(folder)
-    setup = subject.Setup(
-        work=work,
-        alphas=records / "alphas",
-        textures=textures,
-        device=inputs.device(device),
-        scale=small,
+    setup, large_setup, scenes_setup = (
+        subject.Setup(
+            work=work,
+            alphas=records / "alphas",
+            textures=textures,
+            device=inputs.device(device),
+            scale=scale,
+        )
+        for scale in scales
     )
-    large_setup = dataclasses.replace(setup, scale=large)
     benches: dict[str, Bench] = {
         name: CifarBench(name, folder, setup)
         for name, folder in {"cifar10": cifar10, "cifar100": cifar100}.items()
@@ -125,7 +131,7 @@ def reproduce(
         if camvid_network is None:
             raise ValueError("--camvid needs --camvid-network: run ttnorm train-segmentation.")
         benches["camvid"] = CamvidBench(
-            camvid_network, camvid, large_setup, severity=camvid_severity, skip_bad=skip_bad
+            camvid_network, camvid, scenes_setup, severity=camvid_severity, skip_bad=skip_bad
         )
     run(list(chosen), benches, records, part)
     scenes = benches.get("camvid")
@@ -137,4 +143,6 @@ def reproduce(
     for experiment in chosen.values():
         for table in tables.of_experiment(experiment, everything):
             console.print(formats.to_rich(table))
-    console.print(f"Records are in {records}; ttnorm report {records} makes a page of them.")
+    console.print(
+        f"Records are in {records}; ttnorm report {records} --output report makes a page."
+    )

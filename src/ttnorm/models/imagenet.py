@@ -7,6 +7,7 @@ from where torchvision and timm keep theirs.
 from __future__ import annotations
 
 import os
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,13 @@ def load(name: str, weights: str | Path | None = None, device: str = "cpu") -> n
         device: where to; on CUDA it lies channels last, what convolutions there are made for.
     """
     check(name)
-    model = _build(name, weights is None)
+    try:
+        model = _build(name, weights is None)
+    except OSError as error:  # of urllib, or of what timm downloads with
+        raise ValueError(
+            f"The weights of {name} could not be downloaded ({error}). Pass a file of them: "
+            "--weights FILE, or --network NAME=FILE for reproduce."
+        ) from error
     if weights is not None:
         load_weights_(model, weights, name)
     wanted = preprocessing_of(name)
@@ -106,7 +113,7 @@ def load_weights_(model: nn.Module, path: str | Path, name: str) -> None:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip()
+        reason = textwrap.shorten(str(error).splitlines()[1], 200)
         raise ValueError(f"{path} holds the weights of no {name}: {reason}") from None
 
 
@@ -121,8 +128,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             return load_file(path)
         state = torch.load(os.fspath(path), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a file that is none runs into
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is truncated or no file of weights: {reason}") from error
+        raise ValueError(f"{path} is truncated or no file of weights.") from error
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, expected weights by name.")
     return state.get("state_dict", state)
