@@ -204,6 +204,7 @@ def _same_batch_everywhere(
                 "there would not be groups of the model's. This network cannot be isolated."
             )
 
+    # not always_call: a compiled network would be compiled anew for every such hook
     guards = [
         model.register_forward_pre_hook(note, with_kwargs=True),
         model.register_forward_hook(forget),
