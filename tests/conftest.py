@@ -59,6 +59,21 @@ def folding_network():
 
 
 @pytest.fixture
+def changing_network(small_network):
+    """It normalises the images that it is given where they are."""
+
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = small_network
+
+        def forward(self, x):
+            return self.network(x.sub_(0.5).div_(0.25))
+
+    return Changing()
+
+
+@pytest.fixture
 def loader():
     """Labelled images for the small network, in another order every time."""
     x, y = torch.rand(40, 3, 12, 12), torch.randint(4, (40,))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from .classes import Classes
@@ -240,10 +240,8 @@ def write_atomically(
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     partial = f"{os.fspath(path)}.{os.getpid()}.partial"
     try:
-        save_file(dict(tensors), partial, metadata=encoded)
-        umask = os.umask(0)  # which can only be read by setting it
-        os.umask(umask)
-        os.chmod(partial, 0o666 & ~umask)  # safetensors leaves a file to its owner alone
+        # not save_file, which leaves a file to its owner alone whatever the umask says
+        Path(partial).write_bytes(serialise(dict(tensors), metadata=encoded))
         os.replace(partial, path)
     finally:
         Path(partial).unlink(missing_ok=True)

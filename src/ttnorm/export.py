@@ -83,7 +83,7 @@ def to_onnx(
     others = len(program.graph_signature.user_outputs) - len(state)
     names = ["output"] if others == 1 else [f"output_{index}" for index in range(others)]
     # the exporter's own notes on its deprecations, and tracebacks of conversions that it gives up
-    with warnings.catch_warnings(), _silent():
+    with warnings.catch_warnings(), _silent("torch.onnx"), _silent("onnxscript"):
         warnings.simplefilter("ignore")
         exported = torch.onnx.export(
             program,
@@ -104,14 +104,15 @@ def to_onnx(
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Without anybody's log."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+def _silent(name: str) -> Iterator[None]:
+    """Without the log of that package."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logging.disable(before)
+        logger.setLevel(before)
 
 
 class _Explicit(nn.Module):

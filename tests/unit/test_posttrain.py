@@ -360,110 +360,16 @@ class TestOddLoaders:
             optimise_alpha(small_network, pairs, prior, config)
             assert caplog.text.count(message) == warnings
 
-    def test_images_that_the_network_changes_are_given_to_it_unchanged(self, small_network):
-        class InPlace(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.network = small_network
-
-            def forward(self, x):
-                return self.network(x.sub_(0.5).div_(0.25))
-
+    def test_images_that_the_network_changes_are_given_to_it_unchanged(self, changing_network):
         x, y = torch.rand(32, 3, 12, 12), torch.randint(4, (32,))
         before = x.clone()
-        post_train_(InPlace(), [(x, y)], PostTrainConfig(epochs=2))
+        post_train_(changing_network, [(x, y)], PostTrainConfig(epochs=2))
         assert torch.equal(x, before)
 
     def test_a_single_image(self, small_network):
         batch = (torch.rand(1, 3, 12, 12), torch.tensor([2]))
         post_train_(small_network, [batch], PostTrainConfig(epochs=1, init=0.1, mse=False))
         assert CONTENT not in small_network.__dict__  # one says nothing of how they vary
-
-
-class TestWrongLoadersAndLosses:
-    """Each with the name of what came, and what to do."""
-
-    X, Y = torch.rand(8, 3, 12, 12), torch.zeros(8, dtype=torch.long)
-
-    @pytest.mark.parametrize(
-        ("loader", "message"),
-        [
-            ([(X, Y, Y)], "yielded a tuple of 3, expected a pair of tensors"),
-            ([{"x": X, "y": Y}], "yielded a dict, expected a pair of tensors"),
-            ([X], r"yielded a tensor of shape \(8, 3, 12, 12\), expected a pair"),
-            (iter([(X, Y)]), "is a list_iterator, which can be read only once"),
-        ],
-    )
-    def test_loader(self, small_network, loader, message):
-        with pytest.raises(TypeError, match=message):
-            post_train_(small_network, loader)
-
-    @pytest.mark.parametrize("sizes", [(0, 0), (5, 8)])
-    def test_numbers_of_samples(self, small_network, sizes):
-        batch = (self.X[: sizes[0]], self.Y[: sizes[1]])
-        message = f"{sizes[0]} inputs and {sizes[1]} labels, expected as many"
-        with pytest.raises(ValueError, match=message):
-            post_train_(small_network, [batch])
-
-    def test_a_network_that_returns_a_dict(self, small_network):
-        class Segmenter(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.network = small_network
-
-            def forward(self, x):
-                return {"out": self.network(x)}
-
-        model, loader = Segmenter(), [(self.X, self.Y)]
-        with pytest.raises(TypeError, match=r"returned a dict.*loss=lambda output, y"):
-            post_train_(model, loader)
-        loss = lambda output, y: F.cross_entropy(output["out"], y)  # noqa: E731
-        post_train_(model, loader, PostTrainConfig(epochs=1), loss=loss)
-
-    def test_a_loss_per_sample(self, small_network):
-        loss = functools.partial(F.cross_entropy, reduction="none")
-        with pytest.raises(ValueError, match=r"tensor of shape \(8,\), expected one number"):
-            post_train_(small_network, [(self.X, self.Y)], loss=loss)
-
-
-class TestConfigErrors:
-    @pytest.mark.parametrize(
-        ("field", "value"),
-        [
-            ("init", "zeros"),
-            ("init", 1.5),
-            ("granularity", "pixel"),
-            ("average", "channel"),
-            ("schedule", "step"),
-            ("shift", "pixel"),
-            ("amp", "int8"),
-            ("dynamic_batch", (200, 4)),
-            ("group_sizes", ()),
-            ("group_sizes", (4, 0)),
-            ("group_sizes", (4.0,)),
-            ("group_sizes", 4),
-            ("epochs", -1),
-            ("lr", 0.0),
-            ("patience", 0),
-            ("steps_per_epoch", 0),
-            ("prior_samples", 0),
-        ],
-    )
-    def test_wrong_values_are_named(self, field, value):
-        with pytest.raises(ValueError, match=f"{field} is .*expected"):
-            PostTrainConfig(**{field: value})
-
-    def test_early_stop_without_a_prior_to_watch(self):
-        with pytest.raises(ValueError, match=r"early_stop is 0.01, expected None"):
-            PostTrainConfig(early_stop=0.01, init=0.1, mse=False)
-
-    def test_missing_prior(self, small_network, loader):
-        with pytest.raises(ValueError, match="needs a prior"):
-            optimise_alpha(small_network, loader, None)
-
-    def test_another_network_s_prior(self, small_network, loader):
-        with pytest.raises(ValueError, match="estimated on another one"):
-            optimise_alpha(small_network, loader, {"1": torch.rand(6)})
 
 
 def test_what_folds_into_the_batch_is_fitted_without_a_prior():

@@ -126,8 +126,7 @@ class CamvidBench:
 
     def _corrupted(self, frames: Tensor) -> dict[str, Tensor]:
         folder, numbers = self.setup.work / "camvid-c", torch.arange(len(frames))
-        wanted = (*self.setup.scale.corruptions, "fog")  # of which there is a picture
-        names = [name for name in CORRUPTIONS if name in wanted]
+        names = [name for name in CORRUPTIONS if name in self.setup.scale.corruptions]
         make_corrupted(
             Images(frames, numbers),
             folder,

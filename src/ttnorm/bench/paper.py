@@ -138,8 +138,10 @@ ERRATA: dict[tuple[str, str], str] = {
     "so only the order of rows and the share of the source's error that they "
     "remove can be compared. With that network others report 82 for the source and 67 to 69 for "
     "TBN, where the paper has 93.34 and 74.24: its images must have been prepared differently.",
-    ("single", "camvid"): "An average is over day, dusk and the six corruptions, where it does not "
-    "say another.",
+    (
+        "single",
+        "camvid",
+    ): "In this table and figure a number is the mean over day, dusk and the six corruptions.",
     ("single", "cifar10-c"): "The paper's constants at B = 64 are about 0.13 high: the last, "
     "smaller batch was left out but divided by. MixNorm's numbers there are quoted.",
 }

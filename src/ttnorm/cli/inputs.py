@@ -153,12 +153,16 @@ def check_loader(loader: Loader, spec: str, model: nn.Module, network: str, data
         height, width = loader.images.shape[-2:]
         every = dataset_named(dataset) == "cifar"
         check_labels(spec, loader.labels, network, classes_of(model, (height, width)), every=every)
-        return
-    if not isinstance(loader, Iterable):
+    elif not isinstance(loader, Iterable):
         raise TypeError(f"{spec} returned a {type(loader).__name__}, expected batches (x, y).")
-    if isinstance(loader, Iterator):  # what it gives it gives once
-        return
-    batch = next(iter(loader), None)
+    elif not isinstance(loader, Iterator):  # what one gives it gives once
+        _check_batch(next(iter(loader), None), spec, model, network)
+
+
+def _check_batch(batch: Any, spec: str, model: nn.Module, network: str) -> None:
+    """Likewise, for the first batch of a user's own loader."""
+    from ..bench.job import check_labels
+
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         return  # post-training says what is wrong with that
     x, y = batch
