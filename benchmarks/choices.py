@@ -54,14 +54,17 @@ def _learning_rate(record: Record) -> Cells:
 
 
 def _alpha_shift(record: Record) -> Cells:
-    row, sizes = record["value"], record.get("group_sizes")
-    if record.get("epochs") == 0:
-        row = "the prior itself"
-    elif "lambda_" in record:
-        row += f", λ = {record['lambda_']:g}"
-    row += ", one alpha a layer" if record.get("granularity") == "layer" else ""
+    if "epochs" not in record:  # a constant
+        return _by_batch_size(record, record["value"])
+    if record["epochs"] == 0:
+        return _by_batch_size(record, "the prior itself")
+    row, sizes = record["value"], record["group_sizes"]
+    row += f", {record['strength']:g} times as wide" if record["strength"] != 1 else ""
+    row += f", λ = {record['lambda_']:g}" if record["lambda_"] != 1 else ""
+    row += f", {record['epochs']} epochs" if record["network"] == "deeplab-camvid" else ""
+    row += f", one alpha a {record['granularity']}" if sizes else ""
     row += f", in groups of {sizes[0]} to {sizes[-1]}" if sizes else ""
-    row += f", the source as {count:g} samples" if (count := record.get("source_count")) else ""
+    row += f", the source as {count:g} samples" if (count := record["source_count"]) else ""
     return _by_batch_size(record, row)
 
 
@@ -78,15 +81,16 @@ CHOICES = (
     Choice(
         "How alpha is fitted to few large images",
         "alpha_shift",
-        "for ImageNet groups of 1 to 64 with the source as 4 samples, the lowest mean over both "
-        "networks; for CamVid the domain shift with λ = 1.",
-        "Alpha fitted on every other source image under a shift, with a strength of the "
-        "regulariser, and for ImageNet with one alpha for all channels of a layer, in groups of "
-        "several sizes, and with the source counting for some samples beside them; errors, or "
-        "what masks lack of overlapping (100 - mIoU), on the others (`choose_alpha_shift.py`). "
-        "ImageNet: clean images, and those under the four corruptions that ImageNet-C's authors "
-        "set aside for choosing, at severity 5. CamVid: an earlier version of the script, with "
-        "simulated domains, weaker corruptions, and frames in the order of their files. "
+        "both shifts, twice as wide, in groups of 1 to 64 with the source as 4 samples for "
+        "ImageNet, the lowest mean over both networks; the domain shift, twice as wide, for 30 "
+        "epochs for CamVid.",
+        "Alpha fitted under the domain shift or, with the prior's grayscale and inversion, under "
+        "both, with ranges of jitter and blur that are wider by a factor; for ImageNet in groups "
+        "of several sizes, and with the source counting for some samples beside them. Fitted on "
+        "every other source image and scored on the rest, or, for CamVid, fitted on the training "
+        "set and scored on the validation set: errors, or what masks lack of overlapping "
+        "(100 - mIoU), of images in random order, clean and under the four corruptions that "
+        "ImageNet-C's authors set aside for choosing, at severity 5 (`choose_alpha_shift.py`). "
         "Constants, and the prior itself, are there for comparison.",
         _alpha_shift,
         by_column=True,

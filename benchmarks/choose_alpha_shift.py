@@ -3,12 +3,15 @@
 python benchmarks/choose_alpha_shift.py imagenet FOLDER --network mobilenet_v2=FILE [--device cuda]
 python benchmarks/choose_alpha_shift.py camvid FOLDER --network CHECKPOINT [--device cuda]
 
-For ImageNet the paper fits alpha under the prior's shift, for street scenes it does not say. With a
-few thousand images there are few steps, perhaps too few for one alpha a channel: what shares one
-alpha, and the sizes of the batches that it is fitted in, are settings as well. For each setting:
-alpha fitted on every other source image, and what the network makes of the others, as they are and
-under the corruptions that ImageNet-C's authors set aside for choosing (source_data.py), at every
-batch size, as a percentage that is wrong: images, or what masks lack of overlapping (100 - mIoU).
+For ImageNet the paper fits alpha under the prior's shift, for street scenes it does not say: the
+shift here is that of alpha, in ranges some times as wide, alone or with the prior's grayscale and
+inversion ("both"). With a few thousand images there are few steps, perhaps too few for one alpha a
+channel: what shares one alpha, and the sizes of the batches that it is fitted in, are settings as
+well. For each setting:
+alpha fitted on every other source image and the network scored on the rest, or, for CamVid, on the
+training set and on the validation set; as they are and under the corruptions that ImageNet-C's
+authors set aside for choosing (source_data.py), at every batch size, as a percentage that is wrong:
+images, or what masks lack of overlapping (100 - mIoU).
 The lowest mean is the choice, for ImageNet over both networks. No test image and no corruption that
 is scored is looked at.
 """
@@ -26,49 +29,55 @@ from source_data import for_validation
 from torch import Tensor, nn
 
 import ttnorm
-from ttnorm.augment import PRIOR_PARTS, Augment
-from ttnorm.bench.camvid import PARTS, SHIFT, CamvidBench
-from ttnorm.bench.imagenet import SHIFT_OF_FEW, ImageNetBench
+from ttnorm.augment import DOMAIN_PARTS, PRIOR_PARTS
+from ttnorm.bench.camvid import PARTS, CamvidBench, validation_frames
+from ttnorm.bench.imagenet import ImageNetBench
 from ttnorm.bench.job import classes_of
 from ttnorm.bench.scores import score
 from ttnorm.bench.subject import FULL, Setup
 from ttnorm.data.images import Images
 from ttnorm.data.loader import DeviceLoader
 
-SHIFTS: dict[str, dict[str, Augment]] = {
-    "imagenet": {"both, wide blur": SHIFT_OF_FEW},
-    "camvid": {
-        "prior shift": partial(ttnorm.prior_shift, per="batch"),
-        "domain shift": SHIFT,
-        "both": partial(SHIFT, parts=(*PARTS, *PRIOR_PARTS[1:])),
-    },
-}
-LAYER: dict[str, Any] = {"shift": "both, wide blur", "granularity": "layer"}
-SIZES, LARGE = (1, 2, 4, 16, 64), (16, 64)
+PARTS_OF = {"imagenet": DOMAIN_PARTS, "camvid": PARTS}
+SHORT: dict[str, Any] = {"epochs": 10}
+LAYER: dict[str, Any] = {"granularity": "layer", "lr": 1e-2, "group_sizes": (1, 2, 4, 16, 64)}
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "imagenet": (
-        LAYER | {"group_sizes": LARGE, "source_count": 4.0},
-        LAYER | {"group_sizes": LARGE, "source_count": 8.0},
-        LAYER | {"group_sizes": SIZES},
-        LAYER | {"group_sizes": SIZES, "source_count": 4.0},
+        LAYER,
+        LAYER | {"source_count": 2.0},
+        LAYER | {"source_count": 4.0},
+        LAYER | {"source_count": 8.0},
+        LAYER | {"source_count": 8.0, "group_sizes": (16, 64)},
+        LAYER | {"source_count": 4.0, "strength": 2.0},
+        LAYER | {"source_count": 4.0, "strength": 3.0},
+        LAYER | {"source_count": 8.0, "strength": 2.0},
+        LAYER | {"source_count": 4.0, "strength": 2.0, "shift": "domain shift"},
+        LAYER | {"source_count": 4.0, "strength": 2.0, "granularity": "channel", "lr": 4e-3},
     ),
     "camvid": (
-        {"shift": "both", "epochs": 0},  # the prior itself
-        {"shift": "domain shift"},
-        {"shift": "domain shift", "lambda_": 30.0},
-        {"shift": "both", "lambda_": 30.0},
-        {"shift": "both", "lambda_": 300.0},
-        {"shift": "prior shift", "lambda_": 30.0},
+        {"epochs": 0},  # the prior itself
+        SHORT,
+        SHORT | {"strength": 2.0},
+        SHORT | {"strength": 3.0},
+        SHORT | {"strength": 4.0},
+        SHORT | {"strength": 2.0, "shift": "both"},
+        SHORT | {"strength": 3.0, "shift": "both"},
+        SHORT | {"strength": 2.0, "lambda_": 0.1},
+        {"strength": 2.0},
+        {"strength": 3.0},
     ),
 }
 DEFAULTS: dict[str, Any] = {
+    "epochs": 30,
     "granularity": "channel",
+    "lr": 4e-3,
     "lambda_": 1.0,
     "group_sizes": None,
     "source_count": 0.0,
+    "strength": 1.0,
 }
-RATES = {"channel": 4e-3, "layer": 1e-2}
-CONSTANTS = (0.0, 0.1, 0.2)  # for comparison
+SHIFT_OF = {"imagenet": "both", "camvid": "domain shift"}
+CONSTANTS = {"imagenet": (0.0, 0.1, 0.2), "camvid": (0.0, 0.1, 0.2, 0.5, 1.0)}  # for comparison
 BATCH_SIZES = {"imagenet": (64, 16, 4, 2, 1), "camvid": (8, 4, 2)}
 AT_ONCE = {"imagenet": 256, "camvid": 16}
 
@@ -77,12 +86,11 @@ def main() -> None:
     args = _parser().parse_args()
     bench = _bench(args)
     source, model = bench.source("default"), bench.model
-    every = Images(*(t[: args.images] for t in source.train))
-    # at random, for files come sorted by class, and test batches do not
-    order = torch.randperm(len(every.labels) // 2, generator=torch.Generator().manual_seed(0))
-    images, labels = (t[1::2][order.to(t.device)] for t in every)
-    batch_size = min(source.batch_size, len(labels))
-    loader = DeviceLoader(every.images[::2], every.labels[::2], batch_size)
+    fitted_to, scored = _two_parts(bench, source.train, args)
+    loader = DeviceLoader(*fitted_to, min(source.batch_size, len(fitted_to.labels)))
+    # at random, for files come sorted by class or time, and test batches do not
+    order = torch.randperm(len(scored.labels), generator=torch.Generator().manual_seed(0))
+    images, labels = (t[order].to(args.device) for t in scored)
     unshifted = images.float() / 255
     domains = {"clean": unshifted} | for_validation(unshifted)
     classes = classes_of(model, (images.shape[-2], images.shape[-1]))
@@ -108,26 +116,25 @@ def main() -> None:
         ttnorm.revert_(model)
         print(records[-1], flush=True)
 
-    for constant in CONSTANTS:
+    for constant in CONSTANTS[args.data]:
         ttnorm.convert_(model, constant)
         keep(f"alpha = {constant:g}")
     for setting in SETTINGS[args.data]:
-        options = {"epochs": args.epochs or source.epochs, **DEFAULTS, **setting}
-        options["lr"] = RATES[options["granularity"]]
-        shift = options.pop("shift")
-        config = ttnorm.PostTrainConfig(**options)
-        ttnorm.post_train_(model, loader, config, augment=SHIFTS[args.data][shift])
-        keep(shift, **options)
+        options = DEFAULTS | setting
+        shift, strength = options.pop("shift", SHIFT_OF[args.data]), options.pop("strength")
+        parts = PARTS_OF[args.data] + (PRIOR_PARTS[1:] if shift == "both" else ())
+        augment = partial(ttnorm.domain_shift, parts=parts, strength=strength)
+        ttnorm.post_train_(model, loader, ttnorm.PostTrainConfig(**options), augment=augment)
+        keep(shift, strength=strength, **options)
     measure.keep(f"alpha_shift.{bench.subject.name}", records)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", choices=tuple(SHIFTS))
+    parser.add_argument("data", choices=tuple(SETTINGS))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--network", required=True, help="NAME=FILE, or a checkpoint for camvid")
     parser.add_argument("--images", type=int, help="of the source; all of them if not given")
-    parser.add_argument("--epochs", type=int)
     parser.add_argument("--work", type=Path, default=Path("work"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     return parser
@@ -139,6 +146,16 @@ def _bench(args: argparse.Namespace) -> ImageNetBench | CamvidBench:
         return CamvidBench(Path(args.network), args.folder, setup)
     name, _, file = args.network.partition("=")
     return ImageNetBench(name, Path(file) if file else None, args.folder, setup)
+
+
+def _two_parts(
+    bench: ImageNetBench | CamvidBench, source: Images, args: argparse.Namespace
+) -> tuple[Images, Images]:
+    """What alpha is fitted to, and what the network is scored on, which it was not trained on."""
+    every = Images(*(t[: args.images] for t in source))
+    if isinstance(bench, CamvidBench):
+        return every, Images(*(t[: args.images] for t in validation_frames(args.folder)))
+    return Images(*(t[::2] for t in every)), Images(*(t[1::2].cpu() for t in every))
 
 
 @torch.no_grad()

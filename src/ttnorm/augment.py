@@ -89,7 +89,7 @@ def domain_shift(
     *,
     parts: Sequence[str] = DOMAIN_PARTS,
     per: Per = "batch",
-    blur: float | None = None,
+    strength: float = 1.0,
     check: bool = True,
 ) -> Tensor:
     """CoTTA's augmentation without its noise: the shift alpha is optimised under.
@@ -106,7 +106,8 @@ def domain_shift(
         parts: of "jitter", "affine", "blur" and "flip", those to do; "grayscale" and "invert", as
             in `prior_shift`, come after the jitter where they are asked for.
         per: a test batch is one domain, so by default the batch draws one shift.
-        blur: the largest sigma in pixels, if it is to be another.
+        strength: of jitter and blur, whose ranges are that many times as wide; factors stay at
+            0.1 or above.
         check: see `prior_shift`.
 
     Example:
@@ -115,17 +116,20 @@ def domain_shift(
         torch.Size([4, 3, 32, 32])
     """
     _check_parts(parts, (*DOMAIN_PARTS, *PRIOR_PARTS[1:]))
+    if strength <= 0:
+        raise ValueError(f"strength is {strength}, expected a positive number.")
     draw = _Draw(_checked(images, "domain_shift", check), generator, per)
     if "jitter" in parts:
-        images = _jitter(images, draw, (0.6, 1.4), (0.7, 1.3), (0.5, 1.5), 0.06)
-        images = images.pow(draw.uniform(0.7, 1.3)[:, None, None, None])
+        brightness, contrast, saturation, gamma = (
+            (max(0.1, 1 - strength * most), 1 + strength * most) for most in (0.4, 0.3, 0.5, 0.3)
+        )
+        images = _jitter(images, draw, brightness, contrast, saturation, strength * 0.06)
+        images = images.pow(draw.uniform(*gamma)[:, None, None, None])
     images = _grayscale_and_invert(images, draw, parts, INVERT)
     if "affine" in parts:
         images = _affine(images, draw)
     if "blur" in parts:
-        most = BLUR * min(images.shape[-2:]) / 32 if blur is None else blur
-        if most <= 0:
-            raise ValueError(f"blur is {blur}, expected a positive number of pixels.")
+        most = strength * BLUR * min(images.shape[-2:]) / 32
         images = _blur(images, draw.uniform(0.001, most), most)
     if "flip" in parts:
         images = _flip(images, generator)

@@ -53,7 +53,7 @@ def test_from_frames_to_tables_and_pictures(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(subject, "QUICK_SCENES", scale)
     network = tmp_path / "deeplab.safetensors"
     line = f"train-segmentation {folder} {network} --epochs 1 --batch-size 4 --device cpu"
-    assert "6 frames, last epoch loss" in ttnorm(line)  # without the dusk
+    assert "4 frames, last epoch loss" in ttnorm(line)  # of training, without the dusk
     line = (
         f"reproduce table6 --camvid {folder} --camvid-network {network} --textures {folder}/frost "
         f"--records {tmp_path}/unused --work {tmp_path}/work --quick --device cpu "

@@ -71,7 +71,7 @@ def test_numbers_drawn_beforehand_give_the_same_shift(shift, per, channels):
     assert torch.equal(after.get_state(), generator.get_state())
 
 
-def test_a_blur_goes_with_the_size_of_images_unless_told():
+def test_a_blur_goes_with_the_size_of_images_and_with_the_strength():
     board = torch.zeros(1, 1, 64, 64)
     board[..., ::2, ::2] = board[..., 1::2, 1::2] = 1
 
@@ -81,9 +81,21 @@ def test_a_blur_goes_with_the_size_of_images_unless_told():
         return domain_shift(images, seeded(0), parts=("blur",), **options).std()
 
     assert left(64) > 2 * left(256)
-    assert left(256, blur=1.0) == pytest.approx(left(64, blur=1.0).item(), rel=0.05)
-    with pytest.raises(ValueError, match="blur is -1, expected a positive"):
-        left(64, blur=-1)
+    assert left(64) > 2 * left(64, strength=4)
+
+
+def test_strength_widens_what_is_drawn():
+    gray = torch.full((400, 3, 4, 4), 0.3)
+
+    def spread(strength):
+        shifted = domain_shift(gray, seeded(), parts=("jitter",), per="image", strength=strength)
+        assert ((shifted >= 0) & (shifted <= 1)).all()
+        return shifted.mean((1, 2, 3)).std()
+
+    assert spread(0.5) < 0.6 * spread(1) < 0.6 * 0.6 * spread(2)
+    assert spread(4).isfinite()  # where a range would reach below 0
+    with pytest.raises(ValueError, match="strength is 0, expected a positive number"):
+        spread(0)
 
 
 def test_what_moves_pixels_is_known():

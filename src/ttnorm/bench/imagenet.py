@@ -29,7 +29,7 @@ FEW: dict[str, Any] = {
     "group_sizes": (1, 2, 4, 16, 64),
     "source_count": 4.0,
 }
-SHIFT_OF_FEW = partial(domain_shift, parts=(*DOMAIN_PARTS, *PRIOR_PARTS[1:]))
+SHIFT_OF_FEW = partial(domain_shift, parts=(*DOMAIN_PARTS, *PRIOR_PARTS[1:]), strength=2.0)
 
 
 def are_few(images: int) -> bool:

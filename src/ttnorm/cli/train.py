@@ -58,7 +58,7 @@ def train_segmentation(
     skip_bad: SkipBad = False,
     device: Device = None,
 ) -> None:
-    """Train DeepLabV3+ on CamVid's day: every sequence of train and val but 0001TP, the dusk."""
+    """Train DeepLabV3+ on CamVid's day: every training sequence but 0001TP, the dusk."""
     from ..bench.camvid import source_frames
     from ..data.label_maps import CAMVID_CLASSES
     from ..models import segmentation
