@@ -1,5 +1,9 @@
 """CIFAR-C files: the layout, the same bytes from any number of processes, and going on."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +59,25 @@ def test_severities_can_be_added_and_only_they_are_made(tmp_path, clean, monkeyp
     assert load_corrupted(tmp_path, "brightness", 3).images.any()
     monkeypatch.setattr(corrupted, "_make", lambda *_: pytest.fail("it was made again"))
     make(clean, tmp_path, severities=[3, 5])
+
+
+def test_of_two_runs_at_once_one_works_and_the_other_finds_it_done(tmp_path, clean, monkeypatch):
+    really, made, go_on = corrupted._make, [], threading.Event()
+
+    def slow(pool, path, *rest):
+        made.append(path.stem)
+        assert go_on.wait(60)
+        really(pool, path, *rest)
+
+    monkeypatch.setattr(corrupted, "_make", slow)
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(make, clean, tmp_path, severities=[5]) for _ in range(2)]
+        time.sleep(1)  # enough for the second, were it not to wait
+        go_on.set()
+        for run in runs:
+            run.result()
+    assert made == list(KINDS)
+    assert load_corrupted(tmp_path, "brightness", 5).images.any()
 
 
 def test_a_file_that_was_not_finished_is_made_again(tmp_path, clean):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -116,7 +117,7 @@ class Subject:
         if not path.is_file():
             source = self.source("default")
             loader = DeviceLoader(*source.train, min(source.batch_size, len(source.train.labels)))
-            unfinished = path.with_suffix(".partial")
+            unfinished = path.with_suffix(f".{os.getpid()}.partial")
             unfinished.write_text(json.dumps(gradient_agreement(self.model, loader)))
             unfinished.replace(path)
         return json.loads(path.read_text())

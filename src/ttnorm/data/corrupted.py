@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from ..progress import Progress
 from .cifar import checked_images
@@ -81,7 +82,7 @@ def make_corrupted(
     """Write such files of the images, on all cores; what is there already is not made again.
 
     A file appears under its name when it is complete, so a run that was killed goes on with the
-    corruption it was at.
+    corruption it was at. Of several processes with one folder, one works and the others wait.
 
     Args:
         clean: the test set.
@@ -105,15 +106,18 @@ def make_corrupted(
     folder = Path(folder)
     images = np.ascontiguousarray(clean.images.numpy().transpose(0, 2, 3, 1))
     _claim(folder, images, clean.labels.numpy(), seed)
-    _remove_partial(folder)
-    todo = {c: _missing(folder / f"{c}.npy", len(images), severities) for c in corruptions}
-    chunks = -(-len(images) // _at_once(images))
-    progress = Progress("corrupt", chunks * sum(map(len, todo.values())))
-    with _workers(workers or os.cpu_count() or 1) as pool:
-        for corruption, missing in todo.items():
-            if missing:
-                _make(pool, folder / f"{corruption}.npy", images, missing, seed, textures, progress)
-    progress.close()
+    with FileLock(folder / ".lock"):
+        if not (folder / "labels.npy").is_file():
+            np.save(folder / "labels.npy", np.tile(clean.labels.numpy(), 5))
+        _remove_partial(folder)
+        todo = {c: _missing(folder / f"{c}.npy", len(images), severities) for c in corruptions}
+        chunks = -(-len(images) // _at_once(images))
+        progress = Progress("corrupt", chunks * sum(map(len, todo.values())))
+        with _workers(workers or os.cpu_count() or 1) as pool:
+            for name, missing in todo.items():
+                if missing:
+                    _make(pool, folder / f"{name}.npy", images, missing, seed, textures, progress)
+        progress.close()
 
 
 def _make(
@@ -210,11 +214,9 @@ def _claim(folder: Path, images: Array, labels: Array, seed: int) -> None:
         )
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = note.with_suffix(".partial")
+        unfinished = note.with_suffix(f".{os.getpid()}.partial")
         unfinished.write_text(json.dumps(about) + "\n")
         os.replace(unfinished, note)
-    if not (folder / "labels.npy").is_file():
-        np.save(folder / "labels.npy", np.tile(labels, 5))
 
 
 def _remove_partial(folder: Path) -> None:
