@@ -91,6 +91,7 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
         both = constants + [r for r in named if (r["norm"], r["method"]) == ("ttn", "none")]
         table = tables.by_batch_size(both, dataset=dataset, scenario=scenario)
         page.table(f"{base}-constant", table)
+        page.add(paper.ERRATA.get((f"{scenario}, constants", dataset), ""))
     if named and "miou" in named[0]:
         for size, table in tables.every_domain(named, dataset, scenario).items():
             page.add(f"B = {size}:")
