@@ -22,7 +22,7 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results and docs/performance.md
+bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results, docs/performance.md and docs/choices.md
 	$(BIN)/python benchmarks/layer_cost.py
 	$(BIN)/python benchmarks/network_cost.py
 	$(BIN)/python benchmarks/prior_cost.py

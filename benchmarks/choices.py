@@ -62,7 +62,7 @@ def _alpha_shift(record: Record) -> Cells:
     row += f", {record['strength']:g} times as wide" if record["strength"] != 1 else ""
     row += f", λ = {record['lambda_']:g}" if record["lambda_"] != 1 else ""
     row += f", {record['epochs']} epochs" if record["network"] == "deeplab-camvid" else ""
-    row += f", one alpha a {record['granularity']}" if sizes else ""
+    row += f", one alpha a {record['granularity']} at a rate of {record['lr']:g}" if sizes else ""
     row += f", in groups of {sizes[0]} to {sizes[-1]}" if sizes else ""
     row += f", the source as {count:g} samples" if (count := record["source_count"]) else ""
     return _by_batch_size(record, row)
@@ -109,7 +109,7 @@ CHOICES = (
     Choice(
         "How strongly SWR holds parameters",
         "swr_strength",
-        "10: its worst shift is the best one; 2.5 has a mean a little lower.",
+        "10: the lowest error on the worst of three shifts; 2.5 has a mean a little lower.",
         "While adapting to 10,000 training images under each of three simulated shifts, with batch "
         "statistics at B = 200 (`choose_swr_strength.py`).",
         lambda r: (
@@ -149,7 +149,7 @@ CHOICES = (
     Choice(
         "What a stream's memory is made of",
         "stream_ablation",
-        "what was there before it; differences of 0.2 points are chance with so few images.",
+        "the defaults were kept: differences of 0.2 points are noise with so few images.",
         "The default memory with one thing changed, on 300 training images in each of the same "
         "domains (`stream_ablation.py --images 300`). By default the window is 200 frames, the "
         "source counts for 4, at most 8 domains have slots, and they are told apart by 3 norms.",
@@ -165,7 +165,7 @@ def main() -> None:
         "what is not in it, was chosen on source images, under simulated shifts of them or under "
         "corruptions that are not scored; no test image was looked at. (CIFAR's source images are "
         "the training set's; ImageNet's are 2,000 of the validation set, and the test's are 2,000 "
-        "others.) Errors in percent, the lowest in "
+        "others; CamVid's are the validation set's.) Errors in percent, the lowest in "
         "bold."
     ]
     for choice in CHOICES:

@@ -3,7 +3,7 @@
 python benchmarks/choose_count.py CIFAR_FOLDER [--network wrn40_2-cifar10] [--device cuda]
 
 Alpha is fitted in large batches, and tiny ones say less than it takes them to: B / (B + source) of
-it is left. For each number: errors of the shipped alpha on held-out training images in six
+it is left. For each number: errors of the shipped alpha on training images in six
 simulated domains (source_data.py) at every batch size. 0 is plain TTN. No test image and no
 corruption that is scored is looked at.
 """

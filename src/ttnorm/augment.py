@@ -57,8 +57,8 @@ def prior_shift(
     """Colour jitter, random grayscale and random invert: the shift the prior is measured with.
 
     Jitter is brightness, contrast and saturation by a factor in [0.6, 1.4] and hue by up to 0.1
-    turns; grayscale has probability 0.2. Blur and flip, which the paper leaves out, are those of
-    `domain_shift`.
+    turns; grayscale has probability 0.2. Blur, with a sigma of up to half a pixel, and flip are not
+    in the paper's.
 
     Args:
         images: (N, C, H, W) in [0, 1].

@@ -95,8 +95,9 @@ def post_train(
     Under torchrun (torchrun --nproc-per-node 8 -m ttnorm post-train ...) the work is shared; a
     loader function then has to give every rank its part, with a DistributedSampler for instance.
     For ImageNet alpha is optimised under the shift that the prior is measured with, and under
-    CIFAR's with grayscale and invert where a folder has fewer than 32,000 images. With a few
-    thousand --lr 1e-2 --granularity layer --group-sizes 1,2,4,16,64 --source-count 4 does better.
+    CIFAR's, with jitter and blur twice as wide, grayscale and invert, where a folder has fewer than
+    32,000 images. With a few thousand --lr 1e-2 --granularity layer --group-sizes 1,2,4,16,64
+    --source-count 4 does better.
     """
     given = locals()
     options = {f.name: given[f.name] for f in dataclasses.fields(posttrain.PostTrainConfig)}
