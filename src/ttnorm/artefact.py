@@ -141,16 +141,21 @@ def _read_checked(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict
         raise ValueError(
             f"{path} is a safetensors file but no alpha file: ttnorm.save writes those."
         )
-    written = metadata.get("format_version")
-    if isinstance(written, int) and written > FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format {written}, written by ttnorm {metadata.get('ttnorm')}; this "
-            f"version reads up to {FORMAT_VERSION}. Upgrade ttnorm."
-        )
+    check_version(path, metadata, FORMAT_VERSION)
     check_undamaged(path, tensors, metadata)
     _check_values(_alphas_of(tensors, metadata), path)
     _check_finite(tensors, path)
     return tensors, metadata
+
+
+def check_version(path: str | os.PathLike[str], metadata: Mapping[str, Any], newest: int) -> None:
+    """Raise if a file has a format that came after this version of the library."""
+    written = metadata.get("format_version")
+    if isinstance(written, int) and written > newest:
+        raise ValueError(
+            f"{path} has format {written}, written by ttnorm {metadata.get('ttnorm')}; this "
+            f"version reads up to {newest}. Upgrade ttnorm."
+        )
 
 
 def check_undamaged(

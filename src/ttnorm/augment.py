@@ -205,6 +205,8 @@ def shift_images(
     """
     if _function(augment) in (prior_shift, domain_shift):
         augment = partial(augment, check=check)  # type: ignore[call-arg]
+    else:
+        images = images.clone()  # which it may give back, and a network may change
     if mean is None and std is None:
         return augment(images, generator)  # type: ignore[arg-type]
     if std is not None and min(per_channel_list(std) or [1.0]) <= 0:

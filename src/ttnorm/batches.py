@@ -19,7 +19,7 @@ def batches(loader: Loader, device: torch.device) -> Iterator[tuple[Tensor, Tens
         pair = isinstance(batch, (tuple, list)) and len(batch) == 2
         if not pair or not all(isinstance(t, Tensor) for t in batch):
             raise TypeError(
-                f"The loader yielded {_describe(batch)}, expected a pair of tensors (x, y). Wrap "
+                f"The loader yielded {describe(batch)}, expected a pair of tensors (x, y). Wrap "
                 "the loader in one that yields those."
             )
         x, y = batch
@@ -28,6 +28,7 @@ def batches(loader: Loader, device: torch.device) -> Iterator[tuple[Tensor, Tens
                 f"The loader yielded {len(x)} inputs and {len(y)} labels, expected as many of both "
                 "and at least one."
             )
+        x, y = (t.clone() if t.is_inference() else t for t in (x, y))
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
@@ -44,24 +45,26 @@ def cross_entropy(output: Any, y: Tensor) -> Tensor:
     """The default loss: class labels (N,) or per-pixel labels (N, H, W)."""
     if not isinstance(output, Tensor):
         raise TypeError(
-            f"The network returned {_describe(output)}, and the default loss wants a tensor. Pass "
+            f"The network returned {describe(output)}, and the default loss wants a tensor. Pass "
             "a loss of your own, such as loss=lambda output, y: cross_entropy(output['out'], y)."
         )
-    return F.cross_entropy(output, y)
+    return F.cross_entropy(output, y if y.is_floating_point() else y.long())
 
 
 def scalar(loss: Tensor) -> Tensor:
     """The loss, if it is one number."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(
-            f"The loss is {_describe(loss)}, expected one number: a mean or a sum over samples."
+            f"The loss is {describe(loss)}, expected one number: a mean or a sum over samples."
         )
     return loss.reshape(())
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
+    """What it is, for an error."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
+        kinds = ", ".join(type(part).__name__ for part in value[:3])
+        return f"a {type(value).__name__} of {len(value)} ({kinds})"
     return f"a {type(value).__name__}"

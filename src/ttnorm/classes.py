@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .batches import Loader, batches
+from .batches import Loader, batches, describe
 from .layers import TTNormBase
 from .pooling import FARTHEST, Moments
 from .shallow import entering
@@ -83,13 +83,14 @@ def measure_classes(sums: Sums) -> Classes:
     return Classes(codes.float().contiguous(), directions[:RANK].float().contiguous())
 
 
-def predicted(output: Tensor, classes: Classes) -> Tensor:
+def predicted(output: Any, classes: Classes) -> Tensor:
     """The chance that a frame is of each class, (N, K), by what the network gave."""
-    if output.dim() != 2 or output.shape[1] != len(classes.codes):
+    fits = isinstance(output, Tensor) and output.dim() == 2
+    if not fits or output.shape[1] != len(classes.codes):
         raise ValueError(
-            f"Predictions of shape {tuple(output.shape)}, expected (N, {len(classes.codes)}): so "
-            "many classes were measured. For a network that gives something else: "
-            "stream_(model, memory='pool')."
+            f"The network returned {describe(output)}, expected predictions (N, "
+            f"{len(classes.codes)}): so many classes were measured. For a network that gives "
+            "something else: stream_(model, memory='pool')."
         )
     # a frame that is not finite has no class, and is not remembered
     return output.to(classes.codes).softmax(1).nan_to_num(0.0)

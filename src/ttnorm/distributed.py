@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,6 +45,15 @@ def sum_over_ranks(group: dist.ProcessGroup | None, *tensors: Tensor) -> list[Te
     dist.all_reduce(flat, group=group)
     parts = flat.split([t.numel() for t in tensors])
     return [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
+
+
+def of_rank_0(value: Any) -> Any:
+    """What the first rank has, on all of them."""
+    if world_size() == 1:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held)
+    return held[0]
 
 
 def _initialised() -> bool:

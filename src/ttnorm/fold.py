@@ -6,14 +6,16 @@ convolution. Folded, it costs nothing, and needs no statistics of the batch.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .layers import TTNormAct2d, TTNormBase
-from .surgery import refuse_stream, ttn_layers, unwrap
+from .surgery import CLASSES, CONTENT, refuse_stream, ttn_layers, unwrap
 from .tracing import trace
 
 _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -53,6 +55,7 @@ def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
         return []
     pairs = _preceding(model)
     folded = [name for name in quiet if name in pairs]
+    _forget(model, [quiet[name] for name in folded])
     places = list(model.named_modules(remove_duplicate=False))
     for name in folded:
         _fold(pairs[name], quiet[name])
@@ -61,6 +64,26 @@ def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
             if module is quiet[name]:
                 model.set_submodule(place, remains)
     return folded
+
+
+def _forget(model: nn.Module, folded: Sequence[TTNormBase]) -> None:
+    """What streams know of the norms that go."""
+    content, classes = (model.__dict__.get(known) for known in (CONTENT, CLASSES))
+    if content is not None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        called = [modules[node.target] for node in trace(model).nodes if node.op == "call_module"]
+        norms = [module for module in called if isinstance(module, TTNormBase)]
+        ends = itertools.accumulate(2 * norm.running_mean.numel() for norm in norms)
+        described = [n for n, end in zip(norms, ends, strict=True) if end <= len(content.mean)]
+        if any(norm in folded for norm in described):
+            del model.__dict__[CONTENT]
+    if classes is not None:
+        stays = [
+            torch.full(layer.running_mean.shape, layer not in folded)
+            for layer in ttn_layers(model).values()
+        ]
+        directions = classes.directions[:, torch.cat([*stays, *stays])]
+        model.__dict__[CLASSES] = classes._replace(directions=directions)
 
 
 def _preceding(model: nn.Module) -> dict[str, nn.Module]:

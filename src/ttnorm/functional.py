@@ -200,10 +200,15 @@ def test_time_norm(
         )
     options = (eps, group_size, cross_term, process_group)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if needs_grad and not torch.compiler.is_compiling():
+    if needs_grad and not torch.compiler.is_compiling() and not _in_functorch():
         return _TestTimeNorm.apply(*tensors, running_mean, running_var, *options)
     # Without a gradient this is what the function above computes; a compiler derives its own.
     return _forward(*tensors, running_mean, running_var, *options)[0]
+
+
+def _in_functorch() -> bool:
+    """Whether torch.func derives gradients, which it does by itself as well."""
+    return torch._C._are_functorch_transforms_active()
 
 
 test_time_norm.__test__ = False  # type: ignore[attr-defined]  # or pytest takes it for a test

@@ -14,7 +14,16 @@ from torch import Tensor, fx, nn
 from . import kernels
 from .arguments import check_arguments
 from .layers import TTNormAct2d, TTNormBase
-from .surgery import eval_mode, refuse_stream, unwrap
+from .surgery import (
+    CLASSES,
+    CONTENT,
+    config_of,
+    eval_mode,
+    refuse_stream,
+    remember_config,
+    ttn_layers,
+    unwrap,
+)
 from .tracing import trace
 
 _ADD = (operator.add, operator.iadd, torch.add)
@@ -65,6 +74,11 @@ def fuse(model: nn.Module) -> fx.GraphModule:
             graph.erase_node(node)
     graph.lint()
     fused.recompile()
+    if list(ttn_layers(fused).values()) == list(ttn_layers(model).values()):
+        for known in (CONTENT, CLASSES):  # by the order of layers
+            if known in model.__dict__:
+                fused.__dict__[known] = model.__dict__[known]
+    remember_config(fused, config_of(model))
     return fused
 
 

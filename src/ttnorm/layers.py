@@ -35,6 +35,15 @@ class TTNormBase(nn.Module):
     sync: bool = False  # reduce the batch's moments over `process_group`, None being all ranks
     process_group: dist.ProcessGroup | None = None
 
+    def reset_running_stats(self) -> None:
+        """What `torch.optim.swa_utils.update_bn` calls before forwards that fill them in again."""
+        if "alpha" not in self._buffers:  # in BatchNorm's constructor
+            return super().reset_running_stats()  # type: ignore[misc]
+        raise RuntimeError(
+            "The statistics of a test-time normalization layer are the source's, and no forward "
+            "changes them. Call ttnorm.revert_(model) to estimate them anew."
+        )
+
     def standardise(self, x: Tensor) -> Tensor:
         if not self.source_count:
             return self._with_alpha(x, self.alpha)

@@ -36,7 +36,7 @@ from .shallow import describe_frames
 from .stream_config import StreamConfig
 from .stream_frames import Frames, Places, exactly, usable
 from .stream_rows import State, StreamRows, lasting
-from .surgery import CLASSES, CONTENT, ttn_layers, unwrap
+from .surgery import CLASSES, CONTENT, known_of, ttn_layers
 from .trust import Unlike, compare, trust, unknown
 
 NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in its own statistics
@@ -62,6 +62,7 @@ class Stream(StreamRows):
         self.ones = torch.ones_like(self.unit)
         # parts of a memory, each with its part of the window: no more than there are classes
         self.cells = config.buckets if config.memory == "balanced" else 1
+        self.told = False  # by an output how many classes there are
         self.classes = _classes_on(model, self.source_mean, config.memory)
         self.spread = torch.zeros_like(self.source_mean)  # that frames of no class lack
         if self.classes is not None:
@@ -84,8 +85,8 @@ class Stream(StreamRows):
             self.to(x.device)
         if self.waiting:
             self.select(self.ids)
-        samples = x.shape[0]  # an exporter takes a len() for a constant
-        if len(self.ids) not in (1, samples):
+        samples = x.shape[0]  # exporters and compilers take a len() for a constant
+        if self.group.shape[0] not in (1, samples):  # likewise
             raise ValueError(f"{len(self.ids)} ids for a batch of {samples}: expected one each.")
         self.frames = None
         if not samples:
@@ -326,12 +327,15 @@ class Stream(StreamRows):
                 "A balanced memory needs predictions of shape (N, classes). For a network that "
                 "gives something else: stream_(model, memory='pool')."
             )
-        self.use_cells(min(self.cells, output.shape[1]))
+        if not self.told:
+            self.use_cells(min(self.cells, output.shape[1]))
         return self.cells
 
     @lasting
     def use_cells(self, number: int) -> None:
-        if number != self.cells:  # which only happens as long as nothing has been seen
+        """Before anything has been seen."""
+        self.told = True
+        if number != self.cells:
             self.cells = number
             self.state = self._blank(len(self.state["seen"]))
 
@@ -350,14 +354,15 @@ class Stream(StreamRows):
 
     def load_stream_state(self, state: Mapping[str, Any]) -> None:
         cells = self.cells
-        if "count" in state and 1 <= state["count"].shape[-1] // self.slots < cells:
-            # the network has fewer classes than buckets
-            self.cells = state["count"].shape[-1] // self.slots
+        if self.config.memory == "balanced" and "count" in state:
+            # fewer than buckets, where an output has told that there are fewer classes
+            self.cells = min(max(state["count"].shape[-1], 1), self.config.buckets)
         try:
             super().load_stream_state(state)
         except ValueError:
             self.cells = cells
             raise
+        self.told = bool(self.state["seen"].any())
 
     def _blank(self, streams: int) -> State:
         like, cells = self.source_mean, self.slots * self.cells
@@ -384,7 +389,7 @@ class Stream(StreamRows):
 
 
 def _content_on(model: nn.Module, like: Tensor) -> Content:
-    content: Content | None = unwrap(model).__dict__.get(CONTENT)
+    content: Content | None = known_of(model, CONTENT)
     if content is None:
         raise ValueError(
             "It is not known how source images vary, which a routed memory needs. Post-train the "
@@ -395,7 +400,7 @@ def _content_on(model: nn.Module, like: Tensor) -> Content:
 
 def _classes_on(model: nn.Module, like: Tensor, memory: str) -> Classes | None:
     """What is known of classes, for memories that want it; a routed one can do without."""
-    classes: Classes | None = unwrap(model).__dict__.get(CLASSES)
+    classes: Classes | None = known_of(model, CLASSES)
     if memory == "corrected" and classes is None:
         raise ValueError(
             "It is not known what classes do to statistics, which a corrected memory needs. "

@@ -27,7 +27,7 @@ from .augment import (
 )
 from .batches import Loader, Loss, check_repeatable, cross_entropy
 from .classes import classes_of
-from .distributed import world_size
+from .distributed import of_rank_0, world_size
 from .fitting import Checkpoint, Fit, as_json
 from .prior import estimate_prior
 from .reproducible import reproducible, warn_of_lasting_workers
@@ -100,8 +100,8 @@ class PostTrainConfig:
             raise ValueError(
                 f"init is {self.init}, expected 'prior', 'random' or a number in [0, 1]."
             )
-        if self.dynamic_batch and not 1 <= self.dynamic_batch[0] <= self.dynamic_batch[1]:
-            raise ValueError(f"dynamic_batch is {self.dynamic_batch}, expected (low, high).")
+        if self.dynamic_batch is not None and not _is_range(self.dynamic_batch):
+            raise ValueError(f"dynamic_batch is {self.dynamic_batch!r}, expected (low, high).")
         if self.group_sizes is not None and not _are_sizes(self.group_sizes):
             raise ValueError(
                 f"group_sizes is {self.group_sizes!r}, expected whole numbers of at least 1, as in "
@@ -119,7 +119,7 @@ class PostTrainConfig:
         }
         for name, low in least.items():
             value = getattr(self, name)
-            if value is not None and value < low:
+            if value is not None and not value >= low:  # NaN is neither
                 raise ValueError(f"{name} is {value}, expected at least {low}.")
         if self.early_stop is not None and not self.needs_prior:
             raise ValueError(
@@ -204,6 +204,7 @@ def post_train_(
     result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
     with reproducible(loader, config.seed, epoch=0):
         known = {CONTENT: content_of(model, loader), CLASSES: classes_of(model, loader)}
+    known = of_rank_0(known)  # every rank looked at images of its own
     convert_(model, result.alpha, source_count=config.source_count)
     for attribute, value in known.items():
         if value is not None:  # as where a finished run is read with no images
@@ -321,6 +322,10 @@ def _are_sizes(value: Any) -> bool:
     if not isinstance(value, (tuple, list)) or not value:
         return False
     return all(isinstance(size, int) and size >= 1 for size in value)
+
+
+def _is_range(value: Any) -> bool:
+    return _are_sizes(value) and len(value) == 2 and value[0] <= value[1]
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -90,8 +90,9 @@ def estimate_prior(
     ):
         progress = Progress("prior", None)
         for x, y in progress.track(_at_most(batches(loader, device), wanted)):
+            moved = shift_images(x, augment, generator, mean, std)  # first: it checks the images
             clean = gradients(x.clone(), y, loss)  # a network may change what it is given
-            shifted = gradients(shift_images(x, augment, generator, mean, std), y, loss)
+            shifted = gradients(moved, y, loss)
             for name, grads in clean.items():
                 product = torch.sign(grads) * torch.sign(shifted[name])  # (2, N, C)
                 agreement[name] = agreement.get(name, 0) + product.sum(1)

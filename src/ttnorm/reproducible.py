@@ -30,6 +30,7 @@ def reproducible(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Gener
     owners = list(_owners(loader))
     generators = [getattr(owner, "generator", None) for owner in owners]
     owned = {id(g): (g, g.get_state()) for g in generators if isinstance(g, Generator)}
+    epochs = [(owner, getattr(owner, "epoch", None)) for owner in owners]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -47,6 +48,9 @@ def reproducible(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Gener
         np.random.set_state(numpy_state)
         for generator, state in owned.values():
             generator.set_state(state)
+        for owner, before in epochs:
+            if hasattr(owner, "set_epoch") and isinstance(before, int):
+                owner.set_epoch(before)
 
 
 def warn_of_lasting_workers(loader: Iterable[Any]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .artefact import (
     check_fingerprint,
     check_undamaged,
+    check_version,
     checksum,
     fingerprint,
     read_safetensors,
@@ -29,9 +30,11 @@ from .memory import Stream
 from .pooling import average
 from .stream_config import StreamConfig
 from .stream_rows import Id
-from .surgery import CONTENT, STREAM, end_stream_, unwrap
+from .surgery import CONTENT, STREAM, end_stream_, known_of, unwrap
+from .version import __version__
 
 FORMAT = "ttnorm-stream"
+FORMAT_VERSION = 1
 
 
 def stream_(model: nn.Module, **options: Any) -> nn.Module:
@@ -58,7 +61,7 @@ def stream_(model: nn.Module, **options: Any) -> nn.Module:
         >>> health(model)[None].frames
         3
     """
-    memory = "routed" if CONTENT in unwrap(model).__dict__ else "balanced"
+    memory = "balanced" if known_of(model, CONTENT) is None else "routed"
     return attach_(model, Stream(model, StreamConfig(**{"memory": memory, **options})))
 
 
@@ -67,6 +70,11 @@ def attach_(model: nn.Module, stream: Stream) -> nn.Module:
     network = unwrap(model)
     before = network.__dict__.get(STREAM)
     end_stream_(model)
+    if any("standardise" in layer.__dict__ for layer in stream.layers):
+        raise ValueError(
+            "Layers of this network belong to another one as well, which remembers a stream or is "
+            "a MixNorm. Call ttnorm.end_stream_ with that one before, or give each its own copy."
+        )
     if before is not None:
         stream.select_again(before.ids)  # of the `streams` that this may be called in
     network.__dict__[STREAM] = stream
@@ -133,8 +141,14 @@ def save_stream(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if odd:
         raise TypeError(f"Stream {odd[0]!r} cannot be saved: its id is no string and no number.")
     tensors = {name: t.cpu().contiguous() for name, t in state.items()}
-    metadata = {"format": FORMAT, "config": dataclasses.asdict(stream.config), "ids": ids}
-    metadata["fingerprint"] = fingerprint(model)
+    metadata = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "ttnorm": __version__,
+        "config": dataclasses.asdict(stream.config),
+        "ids": ids,
+        "fingerprint": fingerprint(model),
+    }
     write_atomically(path, tensors, {**metadata, "sha256": checksum(tensors, metadata)})
 
 
@@ -143,6 +157,7 @@ def load_stream_(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     tensors, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} holds no streams: ttnorm.save_stream writes those.")
+    check_version(path, metadata, FORMAT_VERSION)
     check_undamaged(path, tensors, metadata)
     advice = "or begin anew with stream_"
     check_fingerprint(path, metadata["fingerprint"], fingerprint(model), advice)

@@ -37,7 +37,7 @@ class StreamConfig:
         if self.memory not in MEMORIES:
             raise ValueError(f"memory is {self.memory!r}, expected {' or '.join(MEMORIES)}.")
         for name in ("window", "buckets", "slots", "max_streams"):
-            if getattr(self, name) < 1:
+            if not getattr(self, name) >= 1:  # NaN is neither
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1.")
         if not self.source > 0:
             raise ValueError(f"source is {self.source}, expected a positive number.")

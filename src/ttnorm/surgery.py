@@ -128,6 +128,15 @@ def end_stream_(model: nn.Module) -> nn.Module:
     return model
 
 
+def known_of(model: nn.Module, what: str) -> Any:
+    """CONTENT or CLASSES of a network, or of the one network inside it that has all its layers."""
+    layers = list(ttn_layers(model).values())
+    for part in unwrap(model).modules():
+        if what in part.__dict__ and [m for m in part.modules() if m in layers] == layers:
+            return part.__dict__[what]
+    return None
+
+
 def refuse_stream(model: nn.Module, what: str) -> None:
     """Raise if the network or a part of it remembers a stream, which `what` would ignore."""
     if any(STREAM in network.__dict__ for network in unwrap(model).modules()):
@@ -185,12 +194,13 @@ def _same_batch_everywhere(
     model: nn.Module, layers: Mapping[str, TTNormBase]
 ) -> list[RemovableHandle]:
     """Hooks that compare the number of samples every layer sees with those the model was given."""
-    # of every thread: the lengths of the tensors that its forward in progress was called with
+    # of every thread: the lengths of what its forward in progress was called with
     in_progress = threading.local()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
-        in_progress.given = [len(t) for t in tensors]
+        lists = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple))]
+        in_progress.given = [len(v) for v in (*tensors, *lists)]  # a list of images, say
 
     def forget(*_: Any) -> None:
         in_progress.given = []
@@ -379,6 +389,11 @@ def _checked_alpha(name: str, alpha: Tensor, layer: nn.Module) -> Tensor:
         raise ValueError(
             f"alpha for {name!r} has shape {tuple(alpha.shape)}, expected {tuple(like.shape)}. "
             "Was it fitted on another network?"
+        )
+    if like.is_meta:
+        raise ValueError(
+            f"{name!r} is on the meta device and has no statistics yet. Load the network's weights "
+            "before: model.to_empty(device=...), then load_state_dict."
         )
     if not bool(((alpha >= 0) & (alpha <= 1)).all()):  # NaN is neither
         low, high = alpha.min().item(), alpha.max().item()

@@ -37,13 +37,14 @@ def weights():
 
 @pytest.fixture
 def make(files, weights):
-    def made(method, norm, **options):
+    def made(method, norm, seen=0, **options):
         model = apply_norm_(
             small_network.network().double(),
             norm,
             batch_size=BATCH,
             alpha_file=files.get(NORMS[norm].alpha_file or ""),
         )
+        METHODS["none"].make(model, BATCH)(stream(seen, seed=1))
         if method == "swr":
             options["weights"] = weights
         if method == "cotta":
@@ -92,6 +93,19 @@ class TestEveryPair:
         for key, value in model.state_dict().items():
             assert torch.equal(value, before[key])
         assert torch.equal(run(method, stream(), BATCH), first)
+
+    def test_reset_gives_back_what_a_norm_had_seen_before(self, make, name, norm):
+        _, method = make(name, norm, seen=8)
+        first = run(method, stream(), BATCH)
+        method.reset()
+        assert torch.equal(run(method, stream(), BATCH), first)
+
+    def test_inference_mode_changes_nothing(self, make, name, norm):
+        expected = run(make(name, norm)[1], stream(), BATCH)
+        _, method = make(name, norm)
+        with torch.inference_mode():
+            actual = run(method, stream(), BATCH)
+        assert torch.equal(actual, expected)
 
     def test_it_adapts_and_alpha_stays(self, make, name, norm):
         model, method = make(name, norm)

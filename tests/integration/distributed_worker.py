@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ttnorm
+from ttnorm.surgery import CLASSES, CONTENT
 
 
 def network():
@@ -76,7 +77,8 @@ def post_train():
     config = ttnorm.PostTrainConfig(epochs=3, lr=0.02)
     options = {"augment": darker, "prior_augment": darker}
 
-    result = ttnorm.post_train_(network(), loader, config, **options)
+    model = network()
+    result = ttnorm.post_train_(model, loader, config, **options)
     defaults = ttnorm.post_train_(network(), loader, config)
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
@@ -97,7 +99,9 @@ def post_train():
     except KeyboardInterrupt:
         dist.barrier()
     resumed = ttnorm.post_train_(network(), loader, config, checkpoint=checkpoint, **options)
+    known = {"content": model.__dict__[CONTENT].mean, "classes": model.__dict__[CLASSES].codes}
     return {
+        **{f"{name} of ranks": gathered(value[None]) for name, value in known.items()},
         **{f"prior {name}": value for name, value in result.prior.items()},
         **{f"alpha {name}": value for name, value in result.alpha.items()},
         **{f"default alpha {name}": value for name, value in defaults.alpha.items()},

@@ -59,6 +59,13 @@ def test_post_training_gives_the_alpha_of_one_process(results, kind):
     assert max(moved) > 1e-2
 
 
+@pytest.mark.parametrize("known", ["content", "classes"])
+def test_ranks_know_the_same_of_source_images(results, known):
+    """Each has seen others, and streams on all of them are to come out alike."""
+    first, second = results[1][f"{known} of ranks"]
+    assert torch.equal(first, second)
+
+
 def test_a_checkpoint_of_two_ranks_resumes(results):
     for layer in ("1", "4"):
         assert torch.equal(results[1][f"resumed {layer}"], results[1][f"alpha {layer}"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ttnorm
 from ttnorm import functional
 
 SHAPES = [(8, 3), (8, 3, 5), (8, 3, 5, 4), (8, 3, 2, 5, 4)]
@@ -267,3 +268,20 @@ def test_half_precision_parameters_are_computed_with_in_float32():
     y = functional.test_time_norm(x, *halves, torch.full((3,), 0.4, dtype=torch.float16))
     expected = functional.test_time_norm(x, *(h.float() for h in halves), torch.full((3,), 0.4))
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_torch_func_derives_the_same_gradients(small_network):
+    model, x = ttnorm.convert_(small_network.double(), 0.4), torch.rand(5, 3, 12, 12).double()
+    weights = dict(model.named_parameters())
+
+    def loss(weights, x):
+        return torch.func.functional_call(model, weights, (x,)).square().sum()
+
+    expected = torch.autograd.grad(loss(weights, x), list(weights.values()))
+    detached = {name: weight.detach() for name, weight in weights.items()}
+    actual = torch.func.grad(loss)(detached, x)
+    for name, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(actual[name], gradient)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, x[:, None])
+    single = torch.func.grad(loss)(detached, x[3:4])
+    torch.testing.assert_close(each["3.weight"][3], single["3.weight"])

@@ -211,3 +211,18 @@ def test_a_memory_may_end_inside_its_streams(network):
     with ttnorm.streams(network, ["door"]):
         ttnorm.end_stream_(network)
     assert network(frames(2)).shape == (2, 4)
+
+
+def test_any_number_of_streams_compiles_once(network):
+    ttnorm.stream_(network, memory="corrected")
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model = torch.compile(network, backend=backend)
+    for count in (1, 2, 3, 4, 5):  # the first is a case of its own, as for any network
+        with ttnorm.streams(network, range(count)):
+            model(frames(count))
+    assert len(compiled) == 2

@@ -51,6 +51,18 @@ class TestBalanced:
         assert stream_of(network).state["mean"].shape[1] == 2
         assert ttnorm.health(network)[None].frames == 20
 
+    def test_a_state_from_before_the_first_frame_loads_after_it(self, network):
+        """How many classes there are is only known by then."""
+        ttnorm.stream_(network, memory="balanced")
+        stream, x = stream_of(network), frames(20)
+        nothing = stream.stream_state()
+        first = outputs(network, x, 4)
+        seen = stream.stream_state()
+        assert (nothing["mean"].shape[1], seen["mean"].shape[1]) == (10, 4)
+        for state, expected in ((nothing, first), (seen, outputs(network, x, 4)), (nothing, first)):
+            stream.load_stream_state(state)
+            assert torch.equal(outputs(network, x, 4), expected)
+
     def test_needs_predictions(self):
         model = ttnorm.convert_(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), 0.5)
         ttnorm.stream_(model, memory="balanced")
@@ -100,7 +112,7 @@ class TestCorrected:
     def test_needs_to_know_its_classes(self, network):
         ttnorm.stream_(network, memory="corrected")
         network[8] = nn.Linear(8, 5)
-        with pytest.raises(ValueError, match=r"\(2, 5\), expected \(N, 4\)"):
+        with pytest.raises(ValueError, match=r"shape \(2, 5\), expected predictions \(N, 4\)"):
             network(frames(2))
         del network.__dict__[CLASSES]
         with pytest.raises(ValueError, match="not known what classes do"):

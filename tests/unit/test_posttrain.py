@@ -342,15 +342,17 @@ class TestPostTrain:
 class TestOddLoaders:
     """What is measured of source images besides alpha asks nothing more of a loader."""
 
-    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
     def test_labels_of_any_whole_number(self, small_network, dtype):
         batch = (torch.rand(16, 3, 12, 12), torch.randint(4, (16,)).to(dtype))
-
-        def loss(output, y):
-            return F.cross_entropy(output, y.long())
-
-        post_train_(small_network, [batch], PostTrainConfig(epochs=1), loss=loss)
+        post_train_(small_network, [batch], PostTrainConfig(epochs=1))
         assert small_network.__dict__[CLASSES].codes.shape[0] == 4
+
+    def test_batches_that_were_made_in_inference_mode(self, small_network):
+        with torch.inference_mode():
+            batch = (torch.rand(16, 3, 12, 12), torch.randint(4, (16,)))
+        result = post_train_(small_network, [batch], PostTrainConfig(epochs=1))
+        assert len(result.history) == 1
 
     def test_one_that_gives_class_after_class_is_warned_of(self, small_network, prior, caplog):
         images = torch.rand(48, 3, 8, 8)
@@ -364,6 +366,13 @@ class TestOddLoaders:
         x, y = torch.rand(32, 3, 12, 12), torch.randint(4, (32,))
         before = x.clone()
         post_train_(changing_network, [(x, y)], PostTrainConfig(epochs=2))
+        assert torch.equal(x, before)
+
+    def test_nor_does_a_shift_that_gives_them_back_let_it_change_them(self, changing_network):
+        x, y = torch.rand(32, 3, 12, 12), torch.randint(4, (32,))
+        before, same = x.clone(), {}
+        same["augment"] = same["prior_augment"] = lambda images, generator: images
+        post_train_(changing_network, [(x, y)], PostTrainConfig(epochs=2), **same)
         assert torch.equal(x, before)
 
     def test_a_single_image(self, small_network):

@@ -89,6 +89,15 @@ def test_a_layer_used_twice_has_the_gradient_of_both_uses():
     torch.testing.assert_close(prior["norm"], expected["norm"])
 
 
+def test_images_out_of_range_are_refused_before_the_network_sees_any(small_network):
+    seen = []
+    small_network.register_forward_pre_hook(lambda *_: seen.append(1))
+    loader = [(torch.rand(8, 3, 12, 12) * 255, torch.randint(4, (8,)))]
+    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+        ttnorm.estimate_prior(small_network, loader)
+    assert not seen
+
+
 def test_is_in_the_unit_interval_and_reaches_from_trusted_to_distrusted(small_network):
     loader = [(torch.rand(64, 3, 12, 12), torch.randint(4, (64,)))]
     prior = torch.cat(list(ttnorm.estimate_prior(small_network, loader).values()))

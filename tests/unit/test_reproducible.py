@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ttnorm
 from ttnorm import PostTrainConfig, optimise_alpha, post_train_
@@ -189,3 +189,13 @@ def test_a_shift_that_is_given_another_resumes(small_network, tmp_path):
     assert name == "brighter(base=domain_shift)"  # and no address
     again = post_train_(ttnorm.revert_(small_network), [], config, augment=shift, **options)
     assert again.history == first.history
+
+
+def test_a_sampler_is_in_the_epoch_it_was_in(small_network):
+    x, y = torch.rand(16, 3, 12, 12), torch.arange(16) % 4
+    data = TensorDataset(x, y)
+    sampler = DistributedSampler(data, num_replicas=1, rank=0)
+    sampler.set_epoch(7)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    post_train_(small_network, loader, PostTrainConfig(epochs=2))
+    assert sampler.epoch == 7

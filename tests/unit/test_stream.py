@@ -11,6 +11,7 @@ from torch import nn
 
 import ttnorm
 from ttnorm import StreamConfig
+from ttnorm.artefact import read_safetensors, write_atomically
 from ttnorm.pooling import FARTHEST
 from ttnorm.stream import stream_of
 from ttnorm.stream_config import MEMORIES
@@ -220,6 +221,7 @@ def test_health_tells_the_source_from_a_shift(network):
     [
         ({"memory": "none"}, "memory is 'none', expected pool or balanced"),
         ({"window": 0}, "window is 0"),
+        ({"window": float("nan")}, "window is nan"),
         ({"max_streams": 0}, "max_streams is 0"),
         ({"source": 0.0}, "source is 0.0"),
     ],
@@ -395,4 +397,14 @@ def test_a_file_of_another_network_or_a_damaged_one_is_refused(network, tmp_path
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match="is damaged"):
+        ttnorm.load_stream_(network, path)
+
+
+def test_a_file_of_a_newer_version_is_refused(network, tmp_path):
+    ttnorm.stream_(network, memory="pool")
+    path = tmp_path / "stream.safetensors"
+    ttnorm.save_stream(network, path)
+    tensors, metadata = read_safetensors(path)
+    write_atomically(path, tensors, {**metadata, "format_version": 2, "ttnorm": "9.9"})
+    with pytest.raises(ValueError, match=r"format 2, written by ttnorm 9\.9; .*Upgrade ttnorm"):
         ttnorm.load_stream_(network, path)

@@ -4,10 +4,13 @@ import copy
 
 import pytest
 import torch
-from streaming import frames, knowing_its_source
+from streaming import frames, knowing_its_source, outputs
 from torch import nn
 
 import ttnorm
+from ttnorm.shallow import content_of
+from ttnorm.stream import stream_of
+from ttnorm.surgery import CLASSES, CONTENT
 
 
 @pytest.fixture
@@ -70,3 +73,65 @@ def test_made_in_inference_mode_it_works_outside(network):
     x = frames(4).requires_grad_()
     network(x).sum().backward()
     assert x.grad.abs().sum() > 0
+
+
+def test_what_is_around_a_network_knows_what_the_network_knows(network):
+    """A wrapper of one's own that scales images, say, after post-training."""
+    x = frames(30)
+    expected = outputs(ttnorm.stream_(copy.deepcopy(network)), x, 3)
+    around = ttnorm.stream_(nn.Sequential(nn.Identity(), network))
+    assert stream_of(around).config.memory == "routed"
+    assert torch.equal(outputs(around, x, 3), expected)
+
+
+def test_what_has_more_layers_than_a_network_knows_nothing_of_them(network):
+    more = ttnorm.convert_(nn.Sequential(network, nn.BatchNorm1d(4)), 0.5)
+    network.__dict__[CONTENT], network.__dict__[CLASSES] = ("of", "a part")
+    assert stream_of(ttnorm.stream_(more)).config.memory == "balanced"
+
+
+def test_a_fused_copy_knows_what_the_network_knows(network):
+    x = frames(30)
+    expected = outputs(ttnorm.stream_(copy.deepcopy(network)), x, 3)
+    fused = ttnorm.stream_(ttnorm.fuse(network))
+    assert stream_of(fused).config.memory == "routed"
+    torch.testing.assert_close(outputs(fused, x, 3), expected)
+
+
+@pytest.mark.parametrize(("layer", "memory"), [("1", "balanced"), ("4", "routed")])
+def test_what_is_folded_is_known_no_longer(network, layer, memory):
+    """Norms that frames are told apart by take that knowledge along; others only their share."""
+    network.__dict__[CONTENT] = content_of(network, [(frames(200), torch.zeros(200))], depth=1)
+    ttnorm.alphas(network)[layer].zero_()
+    x = frames(30)
+    expected = outputs(ttnorm.stream_(copy.deepcopy(network), memory="corrected"), x, 3)
+    assert ttnorm.fold_(network) == [layer]
+    assert stream_of(ttnorm.stream_(network)).config.memory == memory
+    ttnorm.stream_(network, memory="corrected")
+    torch.testing.assert_close(outputs(network, x, 3), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_two_networks_that_share_layers_cannot_both_remember(network):
+    other = nn.Sequential(*network)
+    ttnorm.stream_(network, memory="pool")
+    with pytest.raises(ValueError, match="belong to another one as well"):
+        ttnorm.stream_(other, memory="pool")
+    x = frames(4)
+    network(x)
+    assert ttnorm.health(network)[None].frames == 4
+    ttnorm.end_stream_(network)
+    ttnorm.stream_(other, memory="pool")(x)
+
+
+def test_a_network_that_predicts_no_classes_is_told_what_to_do(network):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = network
+
+        def forward(self, x):
+            return {"logits": self.network(x)}
+
+    model = ttnorm.stream_(Named(), memory="corrected")
+    with pytest.raises(ValueError, match=r"returned a dict, expected predictions.*memory='pool'"):
+        model(frames(2))

@@ -199,6 +199,12 @@ class TestRefused:
     def test_lazy(self):
         self.refuses(nn.LazyBatchNorm2d(), TypeError, "Run one forward first")
 
+    def test_without_values(self):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.BatchNorm2d(3))
+        with pytest.raises(ValueError, match=r"'0' is on the meta device.*load_state_dict"):
+            ttnorm.convert_(model, 0.1)
+
     def test_no_batchnorm(self):
         with pytest.raises(ValueError, match="Linear has no BatchNorm layers"):
             ttnorm.convert_(nn.Linear(3, 3), alpha=0.1)
@@ -242,7 +248,32 @@ def test_instance_norm_is_none_of_our_business(images):
     assert type(model[0]) is nn.InstanceNorm2d
 
 
+def test_statistics_are_not_reset(small_network):
+    """No forward would fill them in again, as swa_utils.update_bn expects."""
+    before = copy.deepcopy(small_network.state_dict())
+    ttnorm.convert_(small_network, 0.5)
+    with pytest.raises(RuntimeError, match=r"Call ttnorm\.revert_"):
+        torch.optim.swa_utils.update_bn([torch.rand(4, 3, 12, 12)], small_network)
+    ttnorm.revert_(small_network)
+    assert all(torch.equal(v, before[k]) for k, v in small_network.state_dict().items())
+
+
 class TestIsolated:
+    def test_a_list_of_images_is_a_batch_of_them(self):
+        class Listed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = nn.BatchNorm2d(3)
+
+            def forward(self, images):
+                return self.norm(torch.stack(images))
+
+        model, x = ttnorm.convert_(Listed(), 1.0), torch.rand(5, 3, 4, 4)
+        with ttnorm.isolated(model, 2):
+            together = model(list(x))
+        apart = torch.cat([model(list(part)) for part in x.split(2)])
+        torch.testing.assert_close(together, apart)
+
     @pytest.mark.parametrize("group_size", [1, 3, 5, 10, 16])
     def test_equals_separate_forwards(self, small_network, images, group_size):
         ttnorm.convert_(small_network, alpha=0.6)

@@ -18,14 +18,14 @@ class NoAdaptation:
 
     def __init__(self, model: nn.Module, batch_size: int) -> None:
         self.model, self.batch_size, self.memory = model, batch_size, memory_of(model)
+        self.began = self.state_dict()
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         return in_batches(self.model, x, self.batch_size)
 
     def reset(self) -> None:
-        if self.memory is not None:
-            self.memory.reset()
+        self.load_state_dict(self.began)
 
     def report(self) -> int:
         return 0

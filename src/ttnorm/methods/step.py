@@ -20,6 +20,7 @@ from .. import groups, kernels
 from ..capture import Repeated
 from ..memory import Stream
 from ..mixnorm import MixNorm
+from ..stream_rows import lasting
 from ..surgery import STREAM, isolated, unwrap
 
 logger = logging.getLogger("ttnorm")
@@ -77,6 +78,7 @@ class AdaptationStep:
                        if isinstance(v, Tensor)}  # fmt: skip
         self.start = {name: t.clone() for name, t in self.state.items()}
         self.good = {name: t.clone() for name, t in self.state.items()}
+        self.began: list[Any] = [memory.stream_state() for memory in self._memories()]
         self.lost = torch.zeros((), device=self.flat.vector.device)  # undone updates
         self.seen = self.updates = self.warned = self.reported = 0
         record = record and kernels.ENABLED and self.flat.vector.is_cuda
@@ -88,6 +90,7 @@ class AdaptationStep:
         """Samples until the next update, in whole batches."""
         return math.ceil((self.window - self.seen) / self.batch_size) * self.batch_size
 
+    @lasting
     def __call__(self, x: Tensor) -> Tensor:
         """The outputs, as they are before the update that they lead to; valid until the next call.
 
@@ -95,6 +98,8 @@ class AdaptationStep:
             x: whole batches one after another; only the last may be smaller.
         """
         self.flat.check(self.models[0])
+        if x.is_inference():
+            x = x.clone()  # which autograd may keep
         if not len(x):  # nothing to adapt to
             with torch.no_grad():
                 return in_batches(self.models[0], x, self.batch_size)
@@ -113,8 +118,8 @@ class AdaptationStep:
         _copy(self.state, self.start)
         self.flat.gradient.zero_()
         self.seen = self.updates = 0
-        for memory in self._memories():
-            memory.reset()
+        for memory, state in zip(self._memories(), self.began, strict=True):
+            memory.load_stream_state(state)
 
     def report(self) -> int:
         """How many updates have been undone since the last report."""
