@@ -24,14 +24,14 @@ from .classes import Classes
 from .routing import Content
 from .surgery import (
     CLASSES,
+    CONFIG,
     CONTENT,
     alphas,
     batchnorm_layers,
-    config_of,
     convert_,
-    remember_config,
+    known_of,
+    remember_,
     ttn_layers,
-    unwrap,
 )
 from .version import __version__
 
@@ -70,7 +70,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     tensors = {name: a.detach().float().cpu().contiguous() for name, a in alphas(model).items()}
     _check_values(tensors, "The model")
     for attribute, (prefix, _) in KNOWN.items():
-        known = unwrap(model).__dict__.get(attribute)
+        known = known_of(model, attribute)
         if known is not None:
             parts = {f"{prefix}{k}": t.half().cpu() for k, t in known._asdict().items()}
             _check_finite(parts, "The model")
@@ -80,7 +80,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "ttnorm": __version__,
-        "config": config_of(model) or {},
+        "config": known_of(model, CONFIG) or {},
         "cross_term": all(layer.cross_term for layer in layers),
         "source_count": max(layer.source_count for layer in layers),
         "fingerprint": fingerprint(model),
@@ -119,13 +119,12 @@ def load_(
         source_count = metadata.get("source_count", 0.0)
     options = {"cross_term": metadata["cross_term"], "source_count": source_count}
     convert_(model, _alphas_of(tensors, metadata), **options)
-    remember_config(model, metadata["config"])
-    network = unwrap(model)
+    remember_(model, CONFIG, metadata["config"])
     for attribute, (prefix, kind) in KNOWN.items():
-        network.__dict__.pop(attribute, None)
+        known = None
         if any(name.startswith(prefix) for name in tensors):
-            parts = {k: tensors[prefix + k].float() for k in kind._fields}
-            network.__dict__[attribute] = kind(**parts)
+            known = kind(**{k: tensors[prefix + k].float() for k in kind._fields})
+        remember_(model, attribute, known)
     return model
 
 
@@ -306,5 +305,6 @@ def check_fingerprint(
 def _hash(tensors: Any) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        flat = tensor.detach().cpu().flatten()
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

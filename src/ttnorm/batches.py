@@ -48,6 +48,8 @@ def cross_entropy(output: Any, y: Tensor) -> Tensor:
             f"The network returned {describe(output)}, and the default loss wants a tensor. Pass "
             "a loss of your own, such as loss=lambda output, y: cross_entropy(output['out'], y)."
         )
+    if y.shape == output.shape:  # how likely each class is
+        return F.cross_entropy(output, y.to(output.dtype))
     return F.cross_entropy(output, y if y.is_floating_point() else y.long())
 
 

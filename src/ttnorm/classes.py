@@ -10,6 +10,7 @@ K classes are told by R directions, for many are much alike.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 from .batches import Loader, batches, describe
 from .layers import TTNormBase
-from .pooling import FARTHEST, Moments
+from .pooling import FARTHEST, Moments, of_all_uses
 from .shallow import entering
 from .surgery import borrowed, device_of
+
+logger = logging.getLogger("ttnorm")
 
 SAMPLES = 8192  # source images that are looked at
 RANK = 32  # directions that classes differ in
@@ -131,26 +134,47 @@ def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> C
     with borrowed(model, alpha=0.0) as layers, torch.no_grad():
         for x, y in batches(loader, device_of(model)):
             output, moments = _frames(model, list(layers.values()), x)
-            number = output.shape[1] if isinstance(output, Tensor) and output.dim() == 2 else 0
-            if moments is None or y.shape != (len(x),) or y.is_floating_point():
+            labels = _labels(output, y)
+            if moments is None or labels is None:
+                logger.info("post-training: source images are not of one class each")
                 return None
-            if not 0 <= y.min() <= y.max() < number:
-                return None
-            more = sum_up(*moments, y, number)
+            known = labels >= 0  # others are left out of the loss as well
+            mean, var = (m[known] for m in moments)
+            more = sum_up(mean, var, labels[known], output.shape[1])
             sums = more if sums is None else Sums(*map(torch.add, sums, more))
             if sums.images.sum() >= samples:
                 break
-    return None if sums is None else Classes(*(t.cpu() for t in measure_classes(sums)))
+    if sums is None or not sums.images.sum():
+        return None
+    return Classes(*(t.cpu() for t in measure_classes(sums)))
+
+
+def _labels(output: Any, y: Tensor) -> Tensor | None:
+    """The class of every image, (N,); None if there is no such thing."""
+    if not isinstance(output, Tensor) or output.dim() != 2:
+        return None
+    if y.shape == output.shape:  # how likely each class is
+        return y.argmax(1)
+    if y.shape != (len(output),) or y.is_floating_point() or y.max() >= output.shape[1]:
+        return None
+    return y
 
 
 def _frames(model: nn.Module, layers: list[TTNormBase], x: Tensor) -> tuple[Any, Moments | None]:
     """A network's output, and the moments in all of its norms, (N, T).
 
-    These are None if it does not use all of them, or if one sees other samples than the network.
+    Of norms that are not used they are the source's. None if one sees other samples than the
+    network.
     """
     outputs: list[Any] = []
-    found = dict(entering(layers, lambda: outputs.append(model(x.clone()))))
-    if len(found) < len(layers) or any(len(mean) != len(x) for mean, _ in found.values()):
-        return outputs[0], None
-    mean, var = (torch.cat([found[i][part] for i in range(len(layers))], 1) for part in (0, 1))
+    uses: dict[int, list[Moments]] = {}
+    for index, moments in entering(layers, lambda: outputs.append(model(x.clone()))):
+        uses.setdefault(index, []).append(moments)
+        if len(moments[0]) != len(x):
+            return outputs[0], None
+    parts = []
+    for index, layer in enumerate(layers):
+        source = torch.zeros(len(x), layer.running_mean.numel(), device=x.device)
+        parts.append(of_all_uses(uses.get(index, [(source, source + 1)])))
+    mean, var = (torch.cat(columns, 1) for columns in zip(*parts, strict=True))
     return outputs[0], (mean, var)

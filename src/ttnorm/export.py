@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from .stream import stream_of, stream_state
-from .surgery import STREAM, eval_mode, ttn_layers, unwrap
+from .surgery import STREAM, eval_mode, refuse_stream, ttn_layers, unwrap
 
 
 def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
@@ -41,6 +41,8 @@ def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:
     layers = ttn_layers(model)  # an unconverted network would export, and never adapt
     if any(layer.group_size is not None for layer in layers.values()):
         raise ValueError("The model is isolated; export it outside of ttnorm.isolated().")
+    if STREAM not in model.__dict__:
+        refuse_stream(model, "The export of a network around one that remembers, or of its part,")
     example = _at_least_two(example)
     state: tuple[Tensor, ...] = ()
     with eval_mode(model), torch.no_grad():

@@ -147,6 +147,7 @@ class Fit:
         config, steps = self.config, _length(loader, self.config)
         if not (config.ce or config.mse):
             return
+        _check_same_on_all_ranks(steps)
         done = len(self.history) * (steps or 0)
         progress = Progress("post-training", config.epochs * steps if steps else None, done)
         while len(self.history) < config.epochs and not self.saturated():
@@ -375,6 +376,17 @@ def _warn_of_order(y: Tensor) -> None:
             "post-training: all %d samples of the first batch have the same label. Alpha is fitted "
             "to batches as the loader gives them; if they come sorted, shuffle them.",
             len(y),
+        )
+
+
+def _check_same_on_all_ranks(steps: int | None) -> None:
+    every: list[int | None] = [steps] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(every, steps)
+    if len(set(every)) > 1:
+        raise ValueError(
+            f"The loaders of the ranks have {', '.join(map(str, every))} batches, expected as many "
+            "on each: all ranks take every step together. A DistributedSampler sees to that."
         )
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .layers import TTNormAct2d, TTNormBase
-from .surgery import CLASSES, CONTENT, refuse_stream, ttn_layers, unwrap
-from .tracing import trace
+from .surgery import CLASSES, CONTENT, known_of, refuse_stream, remember_, ttn_layers, unwrap
+from .tracing import has_hooks, trace
 
 _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -68,7 +68,7 @@ def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
 
 def _forget(model: nn.Module, folded: Sequence[TTNormBase]) -> None:
     """What streams know of the norms that go."""
-    content, classes = (model.__dict__.get(known) for known in (CONTENT, CLASSES))
+    content, classes = (known_of(model, known) for known in (CONTENT, CLASSES))
     if content is not None:
         modules = dict(model.named_modules(remove_duplicate=False))
         called = [modules[node.target] for node in trace(model).nodes if node.op == "call_module"]
@@ -76,14 +76,14 @@ def _forget(model: nn.Module, folded: Sequence[TTNormBase]) -> None:
         ends = itertools.accumulate(2 * norm.running_mean.numel() for norm in norms)
         described = [n for n, end in zip(norms, ends, strict=True) if end <= len(content.mean)]
         if any(norm in folded for norm in described):
-            del model.__dict__[CONTENT]
+            remember_(model, CONTENT, None)
     if classes is not None:
         stays = [
             torch.full(layer.running_mean.shape, layer not in folded)
             for layer in ttn_layers(model).values()
         ]
         directions = classes.directions[:, torch.cat([*stays, *stays])]
-        model.__dict__[CLASSES] = classes._replace(directions=directions)
+        remember_(model, CLASSES, classes._replace(directions=directions))
 
 
 def _preceding(model: nn.Module) -> dict[str, nn.Module]:
@@ -112,8 +112,7 @@ def _foldable(layer: nn.Module, norm: TTNormBase) -> bool:
     """A plain convolution with the norm's channels, and nobody watching either of the two."""
     if not isinstance(layer, _FOLDABLE) or layer.out_channels != norm.running_mean.numel():
         return False
-    hooks = [m.__dict__[name] for m in (layer, norm) for name in m.__dict__ if "_hooks" in name]
-    return "weight" in layer._parameters and not any(hooks)
+    return "weight" in layer._parameters and not (has_hooks(layer) or has_hooks(norm))
 
 
 def _only_input(node: Any) -> Any:

@@ -16,15 +16,16 @@ from .arguments import check_arguments
 from .layers import TTNormAct2d, TTNormBase
 from .surgery import (
     CLASSES,
+    CONFIG,
     CONTENT,
-    config_of,
     eval_mode,
+    known_of,
     refuse_stream,
-    remember_config,
+    remember_,
     ttn_layers,
     unwrap,
 )
-from .tracing import trace
+from .tracing import has_hooks, trace
 
 _ADD = (operator.add, operator.iadd, torch.add)
 _RELU = (F.relu, torch.relu, torch.relu_)
@@ -48,6 +49,11 @@ def fuse(model: nn.Module) -> fx.GraphModule:
     """
     model = unwrap(model)
     refuse_stream(model, "fuse")
+    if has_hooks(model):
+        raise ValueError(
+            "The network has hooks of its own, which its copy would not call. Do what they do "
+            "outside, or in a network around this one."
+        )
     with eval_mode(model):  # a dropout that is traced in training mode would stay
         graph = trace(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -75,10 +81,8 @@ def fuse(model: nn.Module) -> fx.GraphModule:
     graph.lint()
     fused.recompile()
     if list(ttn_layers(fused).values()) == list(ttn_layers(model).values()):
-        for known in (CONTENT, CLASSES):  # by the order of layers
-            if known in model.__dict__:
-                fused.__dict__[known] = model.__dict__[known]
-    remember_config(fused, config_of(model))
+        for known in (CONFIG, CONTENT, CLASSES):  # by the order of layers
+            remember_(fused, known, known_of(model, known))
     return fused
 
 
@@ -91,6 +95,9 @@ class NormRelu(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         norm = self.norm
+        if not isinstance(norm, TTNormBase):  # it was reverted since
+            y = norm(x)
+            return F.relu(y if residual is None else y + residual)
         fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
         size = min(norm.group_size or len(x), len(x))
         if norm.source_count and size and len(x) % size:  # a last group with an alpha of its own
@@ -122,7 +129,7 @@ def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
         return False
     if node.op == "call_module":
         module = modules[str(node.target)]
-        return type(module) is nn.ReLU and not _has_hooks(module)
+        return type(module) is nn.ReLU and not has_hooks(module)
     if node.op == "call_method":
         return node.target in ("relu", "relu_")
     return node.op == "call_function" and node.target in _RELU
@@ -137,7 +144,9 @@ def _norm_before(
     added = node.op == "call_function" and node.target in _ADD and not node.kwargs
     if added and len(node.users) == 1 and len(node.all_input_nodes) == 2:
         first, second = node.all_input_nodes
-        for norm, other in ((first, second), (second, first)):
+        # what is added to in place is changed for all that use it later
+        places = ((first, second), (second, first))[: 1 if node.target is operator.iadd else 2]
+        for norm, other in places:
             if _is_norm(norm, modules):
                 return norm, other
     return None, None
@@ -159,8 +168,4 @@ def _is_norm(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     module = modules[str(node.target)]
     if not isinstance(module, TTNormBase) or isinstance(module, TTNormAct2d):
         return False
-    return not _has_hooks(module)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(module.__dict__[name] for name in module.__dict__ if "_hooks" in name)
+    return not has_hooks(module)

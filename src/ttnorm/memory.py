@@ -26,6 +26,7 @@ from .pooling import (
     average,
     cell_moments,
     in_units,
+    of_all_uses,
     remember,
     share_of_new,
     shares,
@@ -50,6 +51,8 @@ class Stream(StreamRows):
         model: a converted network.
         config: see `StreamConfig`.
     """
+
+    between_frames = True  # whether what differs between frames is part of a memory's variance
 
     @lasting
     def __init__(self, model: nn.Module, config: StreamConfig) -> None:
@@ -85,6 +88,8 @@ class Stream(StreamRows):
             self.to(x.device)
         if self.waiting:
             self.select(self.ids)
+        elif not torch.compiler.is_compiling():
+            self.used()
         samples = x.shape[0]  # exporters and compilers take a len() for a constant
         if self.group.shape[0] not in (1, samples):  # likewise
             raise ValueError(f"{len(self.ids)} ids for a batch of {samples}: expected one each.")
@@ -191,7 +196,7 @@ class Stream(StreamRows):
         with torch.no_grad():
             mean, var = batch_moments(x.detach(), 1)
             frames = (mean.to(self.dtype), var.to(self.dtype))  # the network may have been cast
-        now.moments[index] = frames  # of its last use, where a layer has several
+        now.moments.setdefault(index, []).append(frames)
         mean, var, trust, source_mean, unit = now.per_layer[index]
         if kernels.usable(x) and not (trust.requires_grad or torch.compiler.is_compiling()):
             return self._on_gpu(now, index, x)
@@ -210,7 +215,7 @@ class Stream(StreamRows):
         """The same in three kernels: a layer has many small operations, and few frames a step."""
         layer = self.layers[index]
         rows = kernels.mix_frames(
-            *now.moments[index],
+            *now.moments[index][-1],
             now.group,
             now.counts,
             *now.per_layer[index],
@@ -268,7 +273,7 @@ class Stream(StreamRows):
             new_mean=new_mean,
             new_var=new_var,
             window=max(1.0, self.config.window / self.cells),
-            cross_term=self.cross_term,
+            cross_term=self.between_frames,
         )
         for name, value in zip(names, after, strict=True):
             self._write(name, places, value.unflatten(0, (-1, self.cells)))
@@ -316,8 +321,8 @@ class Stream(StreamRows):
         samples = now.group.shape[0]
         means = list(self.source_mean.expand(samples, -1).split(self.sizes, 1))
         variances = list(self.unit_var.expand(samples, -1).split(self.sizes, 1))
-        for index, (mean, var) in now.moments.items():  # a layer that was not used is the source's
-            means[index], variances[index] = mean, var
+        for index, uses in now.moments.items():  # a layer that was not used is the source's
+            means[index], variances[index] = of_all_uses(uses)
         return self._flat(means), self._flat(variances)
 
     def _cells_for(self, output: Any) -> int:
@@ -404,8 +409,14 @@ def _classes_on(model: nn.Module, like: Tensor, memory: str) -> Classes | None:
     if memory == "corrected" and classes is None:
         raise ValueError(
             "It is not known what classes do to statistics, which a corrected memory needs. "
-            "Post-train the network again and save its alpha file anew, or use memory='balanced'."
+            "Post-train the network with a class for every image, and save its alpha file anew, or "
+            "use memory='balanced'."
         )
     if memory not in ("corrected", "routed") or classes is None:
         return None
+    if classes.directions.shape[1] != 2 * len(like):
+        raise ValueError(
+            f"What classes do is known of {classes.directions.shape[1] // 2} channels, and the "
+            f"network has {len(like)}: was a part of it folded? Fold the network as a whole."
+        )
     return Classes(*(t.to(like) for t in classes))

@@ -25,7 +25,7 @@ class MixNorm(nn.Module):
     """A network under MixNorm; it remembers the stream until `reset`.
 
     Args:
-        model: a network with BatchNorm layers that takes (N, C, H, W); changed in place.
+        model: a network with BatchNorm layers that takes (N, C, H, W); changed for good.
         scale: weight of the sample's own moments.
         rate: of the exponential average.
     """
@@ -86,7 +86,7 @@ class _Stream:
         mixed = mix_moments(
             layer.alpha,
             layer.running_mean + first,
-            second - first.square(),
+            (second - first.square()).clamp_min(0),  # rounding, where nothing varies
             local_mean,
             local_var,
             cross_term=False,

@@ -22,8 +22,8 @@ from torch import nn
 
 from . import artefact
 from .mixnorm import MixNorm
-from .stream import stream_
-from .surgery import alphas, config_of, convert_, remember_config
+from .stream import stream_, stream_of
+from .surgery import CONFIG, alphas, convert_, known_of, remember_
 
 AlphaPath = str | os.PathLike[str]
 
@@ -79,7 +79,9 @@ def exponential_average(
     """
     window = batch_size / momentum
     convert_(model, 1.0, cross_term=False)
-    return stream_(model, memory="pool", window=window, source=window)
+    stream_(model, memory="pool", window=window, source=window)
+    stream_of(model).between_frames = False  # variances are averaged like means
+    return model
 
 
 def ttn(
@@ -101,7 +103,7 @@ def ttn(
     if scale != 1:
         for alpha in alphas(model).values():
             alpha.mul_(scale)
-        remember_config(model, (config_of(model) or {}) | {"scale": scale})
+        remember_(model, CONFIG, (known_of(model, CONFIG) or {}) | {"scale": scale})
     return model
 
 
@@ -171,6 +173,8 @@ def norm_named(name: str) -> Norm:
             raise ValueError(f"{name!r} names no number, expected constant-0.3.") from None
         if not 0 <= alpha <= 1:
             raise ValueError(f"{name!r} has alpha {alpha}, expected a number in [0, 1].")
+        if value != f"{alpha:g}":  # or one norm would have several names
+            raise ValueError(f"{name!r} is called constant-{alpha:g}.")
         return Norm(function=constant, options={"alpha": alpha})
     if name not in NORMS:
         raise ValueError(

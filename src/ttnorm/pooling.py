@@ -8,6 +8,8 @@ are lost however long a stream is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -91,6 +93,14 @@ def share_of_new(count: Tensor, new: Tensor, window: float) -> tuple[Tensor, Ten
     left = count * (1 - 1 / window) ** new
     total = left + new
     return new / total, total
+
+
+def of_all_uses(uses: Sequence[Moments]) -> Moments:
+    """Moments of samples, (N, C), in a layer that a forward uses several times."""
+    if len(uses) == 1:
+        return uses[0]
+    means, variances = zip(*uses, strict=True)
+    return average(torch.stack(means, 1), torch.stack(variances, 1))
 
 
 def remember(

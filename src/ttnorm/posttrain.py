@@ -32,7 +32,7 @@ from .fitting import Checkpoint, Fit, as_json
 from .prior import estimate_prior
 from .reproducible import reproducible, warn_of_lasting_workers
 from .shallow import content_of
-from .surgery import CLASSES, CONTENT, borrowed, convert_, remember_config, unwrap
+from .surgery import CLASSES, CONFIG, CONTENT, borrowed, convert_, remember_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +113,7 @@ class PostTrainConfig:
             "epochs": 0,
             "lambda_": 0,
             "source_count": 0,
+            "early_stop": 0,
             "patience": 1,
             "prior_samples": 1,
             "steps_per_epoch": 1,
@@ -142,6 +143,7 @@ class PostTrainResult:
     config: PostTrainConfig
 
 
+@torch.inference_mode(False)
 def post_train_(
     model: nn.Module,
     loader: Loader,
@@ -200,20 +202,21 @@ def post_train_(
                 mean=mean,
                 std=std,
             )
-    shift = _shift(config, augment, mean, std)
-    result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
     with reproducible(loader, config.seed, epoch=0):
         known = {CONTENT: content_of(model, loader), CLASSES: classes_of(model, loader)}
     known = of_rank_0(known)  # every rank looked at images of its own
+    shift = _shift(config, augment, mean, std)
+    result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
     convert_(model, result.alpha, source_count=config.source_count)
     for attribute, value in known.items():
-        if value is not None:  # as where a finished run is read with no images
-            unwrap(model).__dict__[attribute] = value
+        if value is not None:  # it is where a finished run is read with no images
+            remember_(model, attribute, value)
     names = {key: identity[key] for key in ("prior augmentation", "augmentation")}
-    remember_config(model, as_json(config) | names)
+    remember_(model, CONFIG, as_json(config) | names)
     return result
 
 
+@torch.inference_mode(False)
 def optimise_alpha(
     model: nn.Module,
     loader: Loader,

@@ -26,12 +26,13 @@ from .functional import affine_gradients, normalise
 from .layers import TTNormBase
 from .native import moment_dtype
 from .progress import Progress
-from .surgery import borrowed, device_of, unwrap
+from .surgery import borrowed, device_of, replaced, unwrap
 
 logger = logging.getLogger("ttnorm")
 RARE = 1 / 32  # of the samples: a channel to which fewer give a gradient cannot be judged
 
 
+@torch.inference_mode(False)
 def estimate_prior(
     model: nn.Module,
     loader: Loader,
@@ -153,8 +154,10 @@ def _per_sample_gradients(
     anchor = torch.zeros((), requires_grad=True)
     recorded: dict[str, Tensor] = {}
 
-    def record(name: str, layer: TTNormBase, x: Tensor) -> Tensor:
-        return _RecordingNorm.apply(x, anchor, layer, functools.partial(keep, name))
+    names = list(layers)
+
+    def record(index: int, layer: TTNormBase, x: Tensor) -> Tensor:
+        return _RecordingNorm.apply(x, anchor, layer, functools.partial(keep, names[index]))
 
     def keep(name: str, grads: Tensor) -> None:  # a layer used twice has the sum of both uses
         recorded[name] = recorded[name] + grads if name in recorded else grads
@@ -180,13 +183,8 @@ def _per_sample_gradients(
         unused = {n: x.new_zeros(2, len(x), m.alpha.numel()) for n, m in layers.items()}
         return {**unused, **recorded}
 
-    try:
-        for name, layer in layers.items():
-            layer.standardise = functools.partial(record, name, layer)  # type: ignore[method-assign]
+    with replaced(list(layers.values()), record):
         yield gradients
-    finally:
-        for layer in layers.values():
-            del layer.standardise
 
 
 class _RecordingNorm(torch.autograd.Function):

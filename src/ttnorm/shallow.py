@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from .functional import batch_moments, normalise
 from .layers import TTNormBase
 from .pooling import Moments, in_units
 from .routing import Content, describe, measure_content
-from .surgery import borrowed, device_of
+from .surgery import borrowed, device_of, replaced
 
 DEPTH = 3  # norms that content is measured in
 SAMPLES = 2048  # source images that content is measured with
@@ -64,7 +65,6 @@ def entering(
         The number of the norm and its moments, in the order of their use.
     """
     found: list[Entering] = []
-    before = [layer.__dict__.get("standardise") for layer in layers]
 
     def standardise(index: int, layer: TTNormBase, x: Tensor) -> Tensor:
         unit = layer.running_var.clamp_min(1e-12).sqrt()
@@ -74,17 +74,8 @@ def entering(
         statistics = (layer.running_mean, layer.running_var)
         return normalise(x, *statistics, layer.weight, layer.bias, layer.eps)
 
-    try:
-        for index, layer in enumerate(layers):
-            layer.__dict__["standardise"] = partial(standardise, index, layer)
+    with replaced(layers, standardise), contextlib.suppress(_Enough):
         forward()
-    except _Enough:
-        pass
-    finally:
-        for layer, old in zip(layers, before, strict=True):
-            layer.__dict__.pop("standardise", None)
-            if old is not None:
-                layer.__dict__["standardise"] = old
     return found
 
 

@@ -73,7 +73,8 @@ def attach_(model: nn.Module, stream: Stream) -> nn.Module:
     if any("standardise" in layer.__dict__ for layer in stream.layers):
         raise ValueError(
             "Layers of this network belong to another one as well, which remembers a stream or is "
-            "a MixNorm. Call ttnorm.end_stream_ with that one before, or give each its own copy."
+            "under MixNorm. Call ttnorm.end_stream_ with the former before, or take a copy of the "
+            "network as it was."
         )
     if before is not None:
         stream.select_again(before.ids)  # of the `streams` that this may be called in

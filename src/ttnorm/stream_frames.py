@@ -27,7 +27,7 @@ class Frames:
         mixing: whether any batch has a say in its own statistics.
         per_layer: mean and variance of source and memory, alpha of the batch, (streams, C) each,
             and the source's mean and standard deviation, (C,).
-        moments: of every sample, (N, C), by layer.
+        moments: of every sample, (N, C), by layer, of each of its uses.
     """
 
     group: Tensor
@@ -37,7 +37,7 @@ class Frames:
     described: Tensor | None
     mixing: bool
     per_layer: list[tuple[Tensor, ...]]
-    moments: dict[int, Moments] = dataclasses.field(default_factory=dict)
+    moments: dict[int, list[Moments]] = dataclasses.field(default_factory=dict)
 
 
 def usable(x: Tensor) -> Tensor:
@@ -49,11 +49,12 @@ def usable(x: Tensor) -> Tensor:
     Args:
         x: (N,), (N, C) or (N, C, ...).
     """
-    flat = x.detach().reshape(x.shape[0], -1)
+    x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+    flat = x.reshape(x.shape[0], -1)
     finite = torch.isfinite(flat).all(1)
     if flat.shape[1] == 1:
         return finite
-    pixels = x.detach().flatten(2) if x.dim() > 2 else flat[:, None]
+    pixels = x.flatten(2) if x.dim() > 2 else flat[:, None]
     if pixels.shape[2] == 1:
         pixels = flat[:, None]
     return finite & (pixels.amax(2) > pixels.amin(2)).any(1)

@@ -57,15 +57,20 @@ class StreamRows:
         self._point_to(ids, together)
 
     def select_again(self, ids: Sequence[Id]) -> None:
-        """Likewise, but streams that have no row get one with the next forward: it may be another's
-        by then, and there may be no such forward."""
+        """Return to these ids. One that has lost its row gets a new one at the next forward only:
+        there may be none."""
         together = list(dict.fromkeys(ids))
         self.waiting = any(one not in self.rows for one in together)
         self._point_to(ids, [] if self.waiting else together)
 
+    def used(self) -> None:
+        """Have the streams that are selected be the last that were used."""
+        self.rows |= {one: self.rows.pop(one) for one in dict.fromkeys(self.ids)}
+
     def _point_to(self, ids: Sequence[Id], together: Sequence[Id]) -> None:
         options = {"dtype": torch.long, "device": self.state["seen"].device}
-        group = [together.index(one) for one in ids] if together else []
+        place = {one: index for index, one in enumerate(together)}
+        group = [place[one] for one in ids] if together else []
         self.ids = list(ids)
         self.active = torch.tensor([self.rows[one] for one in together], **options)  # type: ignore[arg-type]
         self.group = torch.tensor(group, **options)  # type: ignore[arg-type]

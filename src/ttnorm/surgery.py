@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,9 @@ from .layers import (
 )
 
 STREAM = "_ttnorm_stream"  # the attribute of a network that remembers: see `stream`
-CONTENT = "_ttnorm_content"  # and of one that knows how source images vary: see `shallow`
-CLASSES = "_ttnorm_classes"  # and what their classes do to statistics: see `classes`
+# What a network may know: how its alpha was made, how source images vary (see `shallow`), and what
+# their classes do to statistics (see `classes`)
+CONFIG, CONTENT, CLASSES = "_ttnorm_config", "_ttnorm_content", "_ttnorm_classes"
 OPTIONS = ("cross_term", "source_count", "group_size", "sync")  # of a layer, beside alpha
 # By name, so that neither torchvision nor timm has to be installed.
 _CONVERTED: dict[str, type[TTNormBase]] = {
@@ -82,7 +83,7 @@ def convert_(
     layers = batchnorm_layers(model)
     classes = {name: _converted_class(name, layer) for name, layer in layers.items()}
     values = _alpha_per_layer(layers, alpha)
-    remember_config(model, None)  # it told how the alpha of before was made
+    remember_(model, CONFIG, None)  # it told how the alpha of before was made
     for name, layer in layers.items():
         if not isinstance(layer, TTNormBase):
             layer.__dict__["_class_before"] = type(layer)
@@ -103,16 +104,11 @@ def revert_(model: nn.Module) -> nn.Module:
     """
     layers = ttn_layers(model)
     end_stream_(model)
-    if any("standardise" in layer.__dict__ for layer in layers.values()):
-        raise ValueError(
-            "This is part of a network that remembers a stream. Call ttnorm.end_stream_ with the "
-            "whole network before."
-        )
+    refuse_stream(model, "revert_")
+    for known in (CONFIG, CONTENT, CLASSES):
+        remember_(model, known, None)
     for layer in layers.values():
         _revert(layer)
-    remember_config(model, None)
-    for known in (CONTENT, CLASSES):
-        unwrap(model).__dict__.pop(known, None)
     return model
 
 
@@ -129,18 +125,54 @@ def end_stream_(model: nn.Module) -> nn.Module:
 
 
 def known_of(model: nn.Module, what: str) -> Any:
-    """CONTENT or CLASSES of a network, or of the one network inside it that has all its layers."""
-    layers = list(ttn_layers(model).values())
+    """CONFIG, CONTENT or CLASSES: of a network, or of the one inside it that has all its layers."""
+    return next((part.__dict__[what] for part in _knowing(model, what)), None)
+
+
+def remember_(model: nn.Module, what: str, value: Any) -> None:
+    """Have a network know this and nothing else of the kind; None is nothing."""
+    owner = next(iter(_knowing(model, what)), unwrap(model))
     for part in unwrap(model).modules():
-        if what in part.__dict__ and [m for m in part.modules() if m in layers] == layers:
-            return part.__dict__[what]
-    return None
+        part.__dict__.pop(what, None)
+    if value is not None:
+        owner.__dict__[what] = value
+
+
+def _knowing(model: nn.Module, what: str) -> Iterator[nn.Module]:
+    """The network and those inside it that know this of all its layers."""
+    network = unwrap(model)
+    layers = _norms(network)
+    yield from (m for m in network.modules() if what in m.__dict__ and _norms(m) == layers)
+
+
+def _norms(module: nn.Module) -> list[TTNormBase]:
+    return [m for m in module.modules() if isinstance(m, TTNormBase)]
 
 
 def refuse_stream(model: nn.Module, what: str) -> None:
-    """Raise if the network or a part of it remembers a stream, which `what` would ignore."""
-    if any(STREAM in network.__dict__ for network in unwrap(model).modules()):
-        raise ValueError(f"{what} knows no streams. Call ttnorm.end_stream_(model) before.")
+    """Raise if layers of the network remember a stream, which `what` would ignore."""
+    if any("standardise" in layer.__dict__ for layer in _norms(model)):
+        raise ValueError(
+            f"{what} knows no streams. Call ttnorm.end_stream_ before, with the network that "
+            "stream_ was given; one that was put under MixNorm stays there."
+        )
+
+
+@contextlib.contextmanager
+def replaced(
+    layers: Sequence[TTNormBase], standardise: Callable[[int, TTNormBase, Tensor], Tensor]
+) -> Iterator[None]:
+    """Inside, layers do `standardise(index, layer, x)`; outside, what they did before."""
+    before = [layer.__dict__.get("standardise") for layer in layers]
+    try:
+        for index, layer in enumerate(layers):
+            layer.__dict__["standardise"] = partial(standardise, index, layer)
+        yield
+    finally:
+        for layer, old in zip(layers, before, strict=True):
+            layer.__dict__.pop("standardise", None)
+            if old is not None:
+                layer.__dict__["standardise"] = old
 
 
 def alphas(model: nn.Module) -> dict[str, Tensor]:
@@ -249,7 +281,7 @@ def borrowed(
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     ours = [m for m in model.modules() if isinstance(m, TTNormBase)]
     before = [(m, {name: getattr(m, name) for name in ("alpha", *OPTIONS)}) for m in ours]
-    config = config_of(model)
+    config = known_of(model, CONFIG)
     refuse_stream(model, "Post-training")
     convert_(model, alpha, **options)
     try:
@@ -266,7 +298,7 @@ def borrowed(
         for layer, values in before:
             for name, value in values.items():
                 setattr(layer, name, value)
-        remember_config(model, config)
+        remember_(model, CONFIG, config)
         for parameter, required in frozen:
             parameter.requires_grad_(required)
 
@@ -302,18 +334,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, wrappers) else model._orig_mod  # type: ignore[assignment]
     return model
-
-
-def config_of(model: nn.Module) -> dict[str, Any] | None:
-    """How the model's alpha was made, where that is known."""
-    return unwrap(model).__dict__.get("_ttnorm_config")
-
-
-def remember_config(model: nn.Module, config: dict[str, Any] | None) -> None:
-    network = unwrap(model)
-    network.__dict__.pop("_ttnorm_config", None)
-    if config is not None:
-        network.__dict__["_ttnorm_config"] = config
 
 
 def _revert(layer: TTNormBase) -> None:

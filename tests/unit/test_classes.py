@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from ttnorm.classes import (
     Classes,
@@ -57,3 +59,43 @@ def test_labels_that_are_no_classes_tell_nothing(small_network, labels):
     x = torch.rand(8, 3, 12, 12)
     assert classes_of(small_network, [(x, labels)]) is None
     assert classes_of(small_network, []) is None
+
+
+class TestLabels:
+    """Of whatever kind a loss takes."""
+
+    @pytest.fixture
+    def images(self):
+        return torch.rand(64, 3, 12, 12), torch.arange(64) % 4
+
+    def test_one_that_is_ignored_is_left_out(self, small_network, images):
+        x, y = images
+        expected = classes_of(small_network, [(x[1:], y[1:])])
+        actual = classes_of(small_network, [(x, torch.cat((torch.tensor([-100]), y[1:])))])
+        torch.testing.assert_close(actual.codes @ actual.directions,
+                                   expected.codes @ expected.directions)  # fmt: skip
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.long])
+    def test_how_likely_each_class_is(self, small_network, images, dtype):
+        x, y = images
+        expected = classes_of(small_network, [(x, y)])
+        actual = classes_of(small_network, [(x, F.one_hot(y, 4).to(dtype))])
+        assert torch.equal(actual.codes, expected.codes)
+
+    def test_pixels_have_no_class(self, small_network, images):
+        x, y = images
+        assert classes_of(small_network, [(x, y[:, None, None].expand(-1, 12, 12))]) is None
+
+
+def test_a_norm_that_is_not_used_knows_no_class(small_network):
+    """An auxiliary head that is for training alone, say."""
+    x, y = torch.rand(64, 3, 12, 12), torch.arange(64) % 4
+    expected = classes_of(small_network, [(x, y)])
+    small_network.head = nn.Identity()
+    small_network.head.norm = nn.BatchNorm2d(5)
+    actual = classes_of(small_network, [(x, y)])
+    of_mean, of_log_var = (actual.codes @ actual.directions).chunk(2, 1)
+    assert (of_mean[:, -5:] == 0).all()
+    assert (of_log_var[:, -5:] == 0).all()
+    first, _ = (expected.codes @ expected.directions).chunk(2, 1)
+    torch.testing.assert_close(of_mean[:, :-5], first, atol=1e-5, rtol=1e-4)

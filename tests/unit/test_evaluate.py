@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import small_network
 import torch
+from torch import nn
 
 import ttnorm
 from ttnorm.bench import evaluate as scoring
@@ -34,6 +35,15 @@ def run(tmp_path, network):
         return read_records([path])
 
     return score
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return {"logits": self.conv(x)}
 
 
 WITHOUT_MEMORY = [name for name, n in NORMS.items() if name != "mixnorm" and not n.remembers]
@@ -393,3 +403,23 @@ def test_what_a_stream_knows_of_the_source_is_part_of_its_cell(tmp_path):
     evaluate(network, data, jobs, records)
     found = Counter(r["norm"] for r in read_records([records.path]))
     assert found["ttn-stream"] == 2 * found["ttn"] > 0
+
+
+def test_a_method_that_never_gets_to_adapt_is_warned_of(run, caplog):
+    run(small_network.domains(), Job(norm="tbn", method="tent", scenario="single", batch_size=10))
+    assert "tent updates after 200 images, and there are 50 in a domain" in caplog.text
+    caplog.clear()
+    run(small_network.domains(), Job(norm="tbn", method="sliding", scenario="single", batch_size=9))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (nn.Conv2d(1, 4, 3), r"does not take images \(2, 3, 32, 32\)"),
+        (Named(), "returned a dict, expected"),
+    ],
+)
+def test_a_network_that_cannot_be_scored_is_told_so(broken, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        classes_of(broken, (32, 32))

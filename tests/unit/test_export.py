@@ -256,3 +256,11 @@ def test_a_stream_beside_several_outputs_has_names(tmp_path):
     assert [i.name for i in session.get_inputs()] == ["x", *state]
     names = ["output_0", "output_1", *(f"next_{name}" for name in state)]
     assert [o.name for o in session.get_outputs()] == names
+
+
+def test_what_is_around_a_network_that_remembers_is_refused(small_network):
+    """Its graph would leave the stream's state inside, as it is now."""
+    model = nn.Sequential(ttnorm.stream_(ttnorm.convert_(small_network, 0.5), memory="pool"))
+    with pytest.raises(ValueError, match="around one that remembers"):
+        ttnorm.to_exported_program(model, torch.rand(2, 3, 12, 12))
+    assert model(torch.rand(2, 3, 12, 12)).shape == (2, 4)

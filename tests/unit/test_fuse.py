@@ -171,3 +171,36 @@ def test_what_is_changed_before_the_relu_is_read_before_it(changed):
     fused = ttnorm.fuse(model)
     assert not fused_norms(fused)
     torch.testing.assert_close(fused(x), model(x))
+
+
+@torch.no_grad()
+def test_what_is_added_to_in_place_and_used_later_is_not_fused():
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            skip = x = x.clone()
+            x += self.norm(self.conv(x))
+            return x.relu() + skip
+
+    model, x = settle(Kept()), torch.randn(4, 3, 5, 5)
+    assert torch.allclose(ttnorm.fuse(model)(x), model(x), atol=1e-6)
+
+
+def test_hooks_of_the_network_itself_are_refused():
+    model = settle(WideResNet(10, 1, 10))
+    handle = model.register_forward_pre_hook(lambda _, args: (args[0] / 255,))
+    with pytest.raises(ValueError, match="hooks of its own"):
+        ttnorm.fuse(model)
+    handle.remove()
+    ttnorm.fuse(model)
+
+
+@torch.no_grad()
+def test_a_copy_of_what_is_reverted_is_plain_batchnorm():
+    model, x = settle(WideResNet(10, 1, 10)), torch.rand(4, 3, 32, 32)
+    fused = ttnorm.fuse(model)
+    ttnorm.revert_(model)
+    assert torch.allclose(fused(x), model(x), atol=1e-4)

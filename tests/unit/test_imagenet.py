@@ -11,6 +11,7 @@ from torch import nn
 from ttnorm.data.corrupted import load_corrupted, make_corrupted
 from ttnorm.data.corruptions import corrupt
 from ttnorm.data.imagenet import Preprocessing, load_imagenet, load_imagenet_c, split_folder
+from ttnorm.data.imagenet import _prepared as prepared
 from ttnorm.data.images import UnusableFile
 from ttnorm.models import imagenet
 
@@ -33,6 +34,21 @@ def wordnet(folder):
     for number in (0, 7, 999):
         picture(folder / f"n{number:08d}" / f"{number}.JPEG", value=number // 4)
     return folder
+
+
+def test_the_longer_side_is_rounded_as_torchvision_does(tmp_path):
+    Image.new("RGB", (206, 309)).save(tmp_path / "picture.png")
+    seen = []
+    resize = Image.Image.resize
+
+    def remembered(self, size, *args):
+        seen.append(size)
+        return resize(self, size, *args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Image.Image, "resize", remembered)
+        prepared(tmp_path, Preprocessing(), "picture.png")
+    assert seen == [(256, 384)]
 
 
 def test_classes_are_numbered_in_the_order_of_wordnet_ids(tmp_path):

@@ -226,3 +226,17 @@ def test_any_number_of_streams_compiles_once(network):
         with ttnorm.streams(network, range(count)):
             model(frames(count))
     assert len(compiled) == 2
+
+
+def test_frames_after_the_streams_of_others_count_as_use(network):
+    ttnorm.stream_(network, memory="pool", max_streams=2)
+    network(frames(1))
+    with ttnorm.streams(network, ["door"]):
+        network(frames(1))
+    network(frames(1))  # of None, again
+    with ttnorm.streams(network, ["yard"]):
+        network(frames(1))
+    assert {id: state.frames for id, state in ttnorm.health(network).items()} == {
+        None: 2,
+        "yard": 1,
+    }

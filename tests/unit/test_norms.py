@@ -136,3 +136,10 @@ def test_ema_follows_the_stream_with_its_momentum(batch_size):
         mean, var = 0.95 * mean + 0.05 * batch_mean, 0.95 * var + 0.05 * batch_var
         layer.running_mean, layer.running_var = mean, var
         assert torch.allclose(model(x), layer(x), atol=0.05)
+
+
+def test_mixnorm_of_a_covered_camera_stays_finite():
+    model = MixNorm(nn.Sequential(nn.BatchNorm2d(1)).eval(), rate=0.05)
+    for _ in range(20):
+        output = model(torch.full((200, 1, 2, 2), 4.4))
+    assert output.isfinite().all()

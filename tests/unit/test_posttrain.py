@@ -1,5 +1,6 @@
 """Post-training: every switch of the paper, and no trace on the network."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -324,6 +325,25 @@ class TestPostTrain:
             post_train_(small_network, loader, augment=stop)
         assert (flat(ttnorm.alphas(small_network)) == 0.25).all()
 
+    def test_a_loader_that_fails_does_so_before_the_fit(self, small_network, loader):
+        """What streams ask of source images is measured first: nothing is fitted in vain."""
+        passes = []
+
+        class Failing:
+            def __iter__(self):
+                passes.append(1)
+                if len(passes) == 3:
+                    raise OSError("the disk is gone")
+                return iter(loader)
+
+        fitted = []
+        loss = lambda o, y: fitted.append(1) or F.cross_entropy(o, y)  # noqa: E731
+        config = PostTrainConfig(epochs=1, init=0.1, mse=False)
+        with pytest.raises(OSError, match="the disk is gone"):
+            post_train_(small_network, Failing(), config, loss=loss)
+        assert len(fitted) == 0
+        assert type(small_network[1]) is nn.BatchNorm2d
+
     def test_helps_under_a_shift_it_has_not_seen(self):
         """Digits in fog: better than the source's statistics, and far better than none at B = 1."""
         train, test = digits.load_digits()
@@ -367,6 +387,20 @@ class TestOddLoaders:
         before = x.clone()
         post_train_(changing_network, [(x, y)], PostTrainConfig(epochs=2))
         assert torch.equal(x, before)
+
+    def test_in_inference_mode_it_is_what_it_is_outside(self, small_network, loader):
+        config = PostTrainConfig(epochs=1)
+        expected = post_train_(copy.deepcopy(small_network), loader, config).alpha
+        with torch.inference_mode():
+            actual = post_train_(small_network, loader, config).alpha
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+    def test_labels_that_say_how_likely_each_class_is(self, small_network):
+        x, y = torch.rand(16, 3, 12, 12), torch.randint(4, (16,))
+        config = PostTrainConfig(epochs=1)
+        expected = post_train_(copy.deepcopy(small_network), [(x, y)], config).alpha
+        actual = post_train_(small_network, [(x, F.one_hot(y, 4))], config).alpha
+        assert all(torch.allclose(actual[name], expected[name]) for name in expected)
 
     def test_nor_does_a_shift_that_gives_them_back_let_it_change_them(self, changing_network):
         x, y = torch.rand(32, 3, 12, 12), torch.randint(4, (32,))

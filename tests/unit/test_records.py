@@ -8,7 +8,8 @@ from ttnorm.bench.records import FIELDS, RecordFile, read_records
 
 
 def record(norm="ttn", **values):
-    return dict.fromkeys(sorted(FIELDS), 0) | {"norm": norm, "wrong": 0} | values
+    fields = {name: kind() for name, kind in sorted(FIELDS.items())}
+    return fields | {"norm": norm, "n": 10, "wrong": 0} | values
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -22,7 +23,7 @@ def test_a_cell_is_what_was_run_not_what_came_out(tmp_path):
     file = RecordFile(tmp_path / "r.jsonl")
     file.append(record(wrong=3, seconds=1.0, device="a", versions={}))
     assert record(wrong=5, seconds=2.0) in file
-    assert record(config={}) not in file
+    assert record(config={"subset": 1}) not in file
     with pytest.raises(ValueError, match="already holds this cell"):
         file.append(record(wrong=4))
 
@@ -59,3 +60,29 @@ def test_errors_say_where(tmp_path):
         read_records([path])
     with pytest.raises(FileNotFoundError, match="There is no file"):
         read_records([tmp_path / "none.jsonl"])
+
+
+def test_two_processes_with_one_file_double_nothing(tmp_path):
+    first, second = (RecordFile(tmp_path / "r.jsonl") for _ in range(2))
+    first.append(record("ttn", wrong=3))
+    second.append(record("tbn"))
+    second.append(record("ttn", wrong=3))  # which it began before the first had it
+    assert record("tbn") not in first
+    first.append(record("tbn"))
+    assert [r["norm"] for r in read_records([tmp_path])] == ["ttn", "tbn"]
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_cell_of_two_files_counts_once(tmp_path):
+    for name in ("a", "b"):
+        RecordFile(tmp_path / f"{name}.jsonl").append(record("ttn"))
+    assert len(read_records([tmp_path])) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"config": None}, {"severity": "5"}, {"n": 0}, {"norm": ["ttn"]}, {"wrong": "7"}]
+)
+def test_a_line_with_something_else_in_a_field_is_named(tmp_path, change):
+    (tmp_path / "r.jsonl").write_text(json.dumps(record(**change)) + "\n")
+    with pytest.raises(ValueError, match=r"r\.jsonl, line 1 is no record of an evaluation"):
+        read_records([tmp_path])

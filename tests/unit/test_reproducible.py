@@ -132,6 +132,17 @@ class TestReproducible:
         again = nn.CrossEntropyLoss()
         assert torch.equal(self.run(small_network, [], loss=again, checkpoint=checkpoint), first)
 
+    def test_a_loss_with_a_temperature_of_its_own(self, small_network, loader):
+        class Tempered(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("temperature", torch.tensor(2.0))
+
+            def forward(self, output, y):
+                return F.cross_entropy(output / self.temperature, y)
+
+        assert self.run(small_network, loader, loss=Tempered()).isfinite().all()
+
     def test_another_run_s_checkpoint_is_refused(self, small_network, loader, tmp_path):
         checkpoint = tmp_path / "run.safetensors"
         self.run(small_network, loader, checkpoint=checkpoint)

@@ -358,6 +358,21 @@ class TestPartOfANetwork:
         ttnorm.stream_(network, memory="pool")
         return whole
 
+    def test_what_knows_no_streams_refuses_a_part_of_what_remembers(self, network):
+        """It would leave the stream's layers as if there were none."""
+        around = ttnorm.stream_(nn.Sequential(network), memory="pool")
+        loader, x = [(frames(8), torch.arange(8) % 4)], frames(4)
+        for use in (ttnorm.estimate_prior, ttnorm.post_train_):
+            with pytest.raises(ValueError, match=r"knows no streams\. Call ttnorm\.end_stream_"):
+                use(network, loader)
+        with (
+            pytest.raises(ValueError, match="isolated knows no streams"),
+            ttnorm.isolated(network, 2),
+        ):
+            pass
+        expected = ttnorm.stream_(copy.deepcopy(around), memory="pool")(x)
+        assert torch.equal(around(x), expected)
+
     def test_what_knows_no_streams_refuses_it(self, whole):
         with (
             pytest.raises(ValueError, match="isolated knows no streams"),
@@ -377,7 +392,7 @@ class TestPartOfANetwork:
     def test_a_part_of_what_remembers_is_not_reverted(self, network):
         ttnorm.stream_(network, memory="pool")
         part = next(m for m in network.modules() if isinstance(m, ttnorm.TTNorm2d))
-        with pytest.raises(ValueError, match="part of a network that remembers"):
+        with pytest.raises(ValueError, match="with the network that stream_ was given"):
             ttnorm.revert_(part)
         assert network(frames(2)).shape == (2, 4)
 

@@ -8,6 +8,7 @@ from streaming import frames, knowing_its_source, outputs
 from torch import nn
 
 import ttnorm
+from ttnorm.classes import classes_of
 from ttnorm.shallow import content_of
 from ttnorm.stream import stream_of
 from ttnorm.surgery import CLASSES, CONTENT
@@ -84,6 +85,25 @@ def test_what_is_around_a_network_knows_what_the_network_knows(network):
     assert torch.equal(outputs(around, x, 3), expected)
 
 
+def test_what_is_around_a_network_saves_folds_and_forgets_what_it_knows(network, tmp_path):
+    around = nn.Sequential(nn.Identity(), network)
+    ttnorm.save(around, tmp_path / "around.ttn.safetensors")
+    bare = ttnorm.revert_(copy.deepcopy(around))
+    ttnorm.load_(bare, tmp_path / "around.ttn.safetensors")
+    assert stream_of(ttnorm.stream_(bare)).config.memory == "routed"
+    folded = copy.deepcopy(around)
+    ttnorm.alphas(folded)["1.4"].zero_()
+    assert ttnorm.fold_(folded) == ["1.4"]
+    x = frames(4)
+    ttnorm.alphas(around)["1.4"].zero_()
+    expected = ttnorm.stream_(around, memory="corrected")(x)
+    actual = ttnorm.stream_(folded, memory="corrected")(x)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    ttnorm.convert_(ttnorm.revert_(around), 0.3)
+    assert stream_of(ttnorm.stream_(around)).config.memory == "balanced"
+    assert not {CONTENT, CLASSES} & network.__dict__.keys()
+
+
 def test_what_has_more_layers_than_a_network_knows_nothing_of_them(network):
     more = ttnorm.convert_(nn.Sequential(network, nn.BatchNorm1d(4)), 0.5)
     network.__dict__[CONTENT], network.__dict__[CLASSES] = ("of", "a part")
@@ -135,3 +155,64 @@ def test_a_network_that_predicts_no_classes_is_told_what_to_do(network):
     model = ttnorm.stream_(Named(), memory="corrected")
     with pytest.raises(ValueError, match=r"returned a dict, expected predictions.*memory='pool'"):
         model(frames(2))
+
+
+@pytest.mark.parametrize("memory", ["pool", "balanced", "corrected"])
+def test_a_layer_that_is_used_twice_remembers_both_uses(memory):
+    """Two cameras through one norm, each with statistics of its own."""
+
+    class Stereo(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.fc = nn.BatchNorm1d(3), nn.Linear(6, 4)
+
+        def forward(self, x):
+            left, right = x.chunk(2, 1)
+            return self.fc(torch.cat((self.norm(left), self.norm(right)), 1))
+
+    def pairs(count):
+        return torch.randn(count, 6) + torch.tensor([2.0, 2, 2, -2, -2, -2])
+
+    model = Stereo()
+    for _ in range(200):
+        model.norm(torch.cat(pairs(200).chunk(2, 1)))
+    ttnorm.convert_(model.eval(), 1.0)
+    model.__dict__[CLASSES] = classes_of(model, [(pairs(400), torch.arange(400) % 4)])
+    expected = ttnorm.convert_(copy.deepcopy(model), 0.0)
+    outputs(ttnorm.stream_(model, memory=memory), pairs(600), 4)
+    x = pairs(50)
+    assert ttnorm.health(model)[None].shift < 0.02
+    torch.testing.assert_close(model(x), expected(x), atol=0.4, rtol=0)  # of about 2
+
+
+def test_without_a_cross_term_what_differs_between_frames_is_remembered_all_the_same():
+    model = ttnorm.convert_(nn.Sequential(nn.BatchNorm1d(2)).eval(), 1.0, cross_term=False)
+    ttnorm.stream_(model, memory="pool")
+    outputs(model, torch.randn(1000, 2), 1)
+    assert stream_of(model).state["var"].mean() == pytest.approx(1.0, abs=0.2)
+
+
+def test_complex_frames():
+    class Spectrum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.norm(x.abs()).mean(2)
+
+    model = ttnorm.stream_(ttnorm.convert_(Spectrum(), 0.5), memory="pool")
+    x = torch.randn(4, 3, 8, dtype=torch.complex64)
+    x[1] = float("nan")
+    model(x)
+    assert (ttnorm.health(model)[None].frames, ttnorm.health(model)[None].rejected) == (3, 1)
+
+
+def test_a_part_that_was_folded_is_noticed(network):
+    around = nn.Sequential(network)
+    for known in (CONTENT, CLASSES):
+        around.__dict__[known] = network.__dict__.pop(known)
+    ttnorm.alphas(network)["4"].zero_()
+    ttnorm.fold_(network)
+    with pytest.raises(ValueError, match="known of 14 channels, and the network has 6"):
+        ttnorm.stream_(around)

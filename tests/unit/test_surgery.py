@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torchvision.ops import FrozenBatchNorm2d
 
 import ttnorm
-from ttnorm.surgery import borrowed, config_of, remember_config
+from ttnorm.surgery import CONFIG, borrowed, known_of, remember_
 
 KINDS = [
     (nn.BatchNorm1d, (5, 4)),
@@ -158,8 +158,8 @@ def test_names_ignore_wrappers(small_network):
 
 def test_wrappers_and_the_network_share_what_is_known_of_alpha(small_network):
     compiled = torch.compile(small_network)
-    remember_config(ttnorm.convert_(compiled, alpha=0.1), {"made": "by hand"})
-    assert config_of(small_network) == {"made": "by hand"}
+    remember_(ttnorm.convert_(compiled, alpha=0.1), CONFIG, {"made": "by hand"})
+    assert known_of(small_network, CONFIG) == {"made": "by hand"}
 
 
 def test_a_layer_without_values_can_be_printed():
@@ -228,10 +228,10 @@ class TestRefused:
             ttnorm.convert_(small_network, {"1": torch.rand(6), "5": torch.rand(6)})
 
     def test_a_refused_alpha_does_not_forget_how_the_old_one_was_made(self, small_network):
-        remember_config(ttnorm.convert_(small_network, alpha=0.1), {"made": "by hand"})
+        remember_(ttnorm.convert_(small_network, alpha=0.1), CONFIG, {"made": "by hand"})
         with pytest.raises(ValueError, match="expected values in"):
             ttnorm.convert_(small_network, alpha=2.0)
-        assert config_of(small_network) == {"made": "by hand"}
+        assert known_of(small_network, CONFIG) == {"made": "by hand"}
 
     def test_a_layer_with_an_alpha_out_of_range(self):
         with pytest.raises(ValueError, match=r"alpha is 2.0, expected a number in \[0, 1\]"):

@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import time
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_two_records_of_one_cell_are_not_mixed_up():
 
 def fitted(variant, seed, records):
     """As if they had been scored with a variant of post-training."""
-    name = f"net.{variant}.seed{seed}.ttn.safetensors"
+    name = f"wrn.{variant}.seed{seed}.ttn.safetensors"
     return [r | {"alpha": {"name": name, "fingerprint": f"{variant}{seed}"}} for r in records]
 
 
@@ -162,6 +163,34 @@ def test_the_average_over_one_batch_size_is_left_out():
     assert [len(cells) for _, cells in found.rows] == [1]
 
 
+def test_what_users_call_their_alpha_files_says_nothing():
+    """NETWORK.VARIANT.seedN is a name that `reproduce` gives."""
+    mine = {"name": "net.run.seed1.ttn.safetensors", "fingerprint": "a"}
+    assert dict(table(all_domains("ttn", 200, 5, alpha=mine)).rows)["TTN"][0].ours == 12
+    theirs = {"name": "wrn.lambda-10.seed1.ttn.safetensors", "fingerprint": "a"}
+    with pytest.raises(ValueError, match="There are no records"):
+        table(all_domains("ttn", 200, 5, alpha=theirs))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("other", ["other", "wrn.dynamic"])
+def test_alpha_files_are_no_seeds(seed, other):
+    """Of one network, but not of one post-training."""
+    first = {"name": "mine.ttn.safetensors", "fingerprint": "a"}
+    second = {"name": f"{other}.ttn.safetensors", "fingerprint": "b"}
+    both = all_domains("ttn", 200, 5, alpha=first)
+    both += all_domains("ttn", 200, 7, alpha=second, seed=seed)
+    with pytest.raises(ValueError, match=r"two records of ttn.* alpha files"):
+        table(both)
+
+
+def test_many_records_are_split_in_no_time():
+    many = [r | {"seed": seed} for seed in range(200) for r in RECORDS]
+    started = time.monotonic()
+    assert len(tables.split(many)) == 1
+    assert time.monotonic() - started < 5  # it was quadratic: minutes
+
+
 def test_by_domain():
     found = tables.by_domain(RECORDS, dataset="cifar10-c", scenario="single", batch_size=1)
     assert found.columns[:2] == ["gaussian noise", "shot noise"]
@@ -173,6 +202,11 @@ def test_markdown_marks_the_best_of_a_column():
     assert text.splitlines()[0] == "| | B = 200 | B = 1 | average |"
     row = "| TTN | **12.00** (11.67, +0.33) | **12.00** (17.99, -5.99) | **12.00** (14.83, -2.83) |"
     assert row in text
+
+
+def test_all_that_are_best_are_marked():
+    text = formats.to_markdown(table(all_domains("ttn", 1, 5) + all_domains("tbn", 1, 5)))
+    assert text.count("**12.00**") == 4
 
 
 def test_csv_holds_everything():

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import inspect
 import json
+import logging
 import platform
 import time
 from collections import Counter, defaultdict
@@ -26,6 +27,8 @@ from .predict import Run, shares_forwards
 from .records import Record, RecordFile
 from .scenarios import SCENARIOS, Segment, apart, joined
 from .scores import score
+
+logger = logging.getLogger("ttnorm")
 
 
 def evaluate(
@@ -49,6 +52,7 @@ def evaluate(
     """
     jobs = list(dict.fromkeys(jobs))
     check(network, data, jobs)
+    _warn_of_few_images(network, data, jobs)
     progress = Progress("evaluate", len(jobs))
     known: dict[tuple[Any, ...], Record] = {}
     for together in _bundles(jobs, data, grouped):
@@ -240,6 +244,21 @@ def _method_config(network: Network, data: Domains, job: Job) -> dict[str, Any]:
         text = json.dumps(network.agreement, sort_keys=True)
         config["weights"] = hashlib.blake2b(text.encode()).hexdigest()[:12]
     return config
+
+
+def _warn_of_few_images(network: Network, data: Domains, jobs: Iterable[Job]) -> None:
+    """Say so where methods start anew before their first update has met an image."""
+    for job in jobs:
+        config = _method_config(network, data, job)
+        window = (config.get("window") or 0) if "lr" in config else 0
+        if SCENARIOS[job.scenario].apart and window >= len(data.labels):
+            logger.warning(
+                "%s updates after %d images, and there are %d in a domain: nothing adapts.",
+                job.method,
+                window,
+                len(data.labels),
+            )
+            return
 
 
 def _data(data: Domains, segment: Segment) -> str | dict[str, str]:

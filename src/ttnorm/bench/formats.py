@@ -19,12 +19,12 @@ def to_rich(table: Table) -> RichTable:
     out = RichTable("", *table.columns, title=table.title, caption=table.note)
     for column in out.columns[1:]:
         column.justify = "right"
-    best = _best(table)
+    bold = _bold(table)
     for name, cells in table.rows:
         texts = []
-        for index, cell in enumerate(cells):
+        for cell in cells:
             text = _ours(cell)
-            text = f"[bold]{text}[/bold]" if cell.ours is not None and cell is best[index] else text
+            text = f"[bold]{text}[/bold]" if id(cell) in bold else text
             texts.append(text + ("" if cell.paper is None else f" [dim]{cell.paper:.2f}[/dim]"))
         out.add_row(name, *texts)
     return out
@@ -33,16 +33,16 @@ def to_rich(table: Table) -> RichTable:
 def to_markdown(table: Table) -> str:
     """For a document: our error, the best of a column in bold, the paper's and the difference in
     brackets."""
-    best = _best(table)
+    bold = _bold(table)
     lines = [
         "| | " + " | ".join(table.columns) + " |",
         "|---" * (len(table.columns) + 1) + "|",
     ]
     for name, cells in table.rows:
         texts = []
-        for index, cell in enumerate(cells):
+        for cell in cells:
             text = _ours(cell)
-            text = f"**{text}**" if cell.ours is not None and cell is best[index] else text
+            text = f"**{text}**" if id(cell) in bold else text
             texts.append(text + _beside(cell))
         lines.append(f"| {name} | " + " | ".join(texts) + " |")
     return "\n".join([*lines, "", table.note, ""])
@@ -50,7 +50,7 @@ def to_markdown(table: Table) -> str:
 
 def to_latex(table: Table) -> str:
     """For a paper: booktabs, our errors only, the best of a column in bold."""
-    best = _best(table)
+    bold = _bold(table)
     lines = [
         f"% {table.title}. {table.note}",
         rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
@@ -61,7 +61,7 @@ def to_latex(table: Table) -> str:
     for name, cells in table.rows:
         texts = [_ours(cell, r"$\pm$") for cell in cells]
         for index, cell in enumerate(cells):
-            if cell.ours is not None and cell is best[index]:
+            if id(cell) in bold:
                 texts[index] = rf"\textbf{{{texts[index]}}}"
         lines.append(
             " & ".join([name.replace("α", r"$\alpha$").replace("λ", r"$\lambda$"), *texts]) + r" \\"
@@ -81,17 +81,16 @@ def to_csv(table: Table) -> str:
     return out.getvalue()
 
 
-def _best(table: Table) -> list[Cell]:
-    """The lowest cell of every column, or the highest, of rows on the same images."""
-    sign = -1 if table.higher else 1
+def _bold(table: Table) -> set[int]:
+    """The ids of cells that no other of their column is better than, to the digits that are shown;
+    of rows on the same images."""
     rows = [cells for name, cells in table.rows if name not in table.apart]
-    return [
-        min(
-            (cells[index] for cells in rows),
-            key=lambda cell: float("inf") if cell.ours is None else sign * cell.ours,
-        )
-        for index in range(len(table.columns))
-    ]
+    found = set()
+    for column in zip(*rows, strict=True):
+        known = [cell for cell in column if cell.ours is not None]
+        best = (max if table.higher else min)((round(c.ours, 2) for c in known), default=None)
+        found |= {id(cell) for cell in known if round(cell.ours, 2) == best}
+    return found
 
 
 def _ours(cell: Cell, plus_minus: str = "±") -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import artefact
+from ..batches import describe
 from ..data.images import VOID
 from ..methods import method_named
 from ..methods.setting import Setting
@@ -201,5 +202,11 @@ def method_options(network: Network, data: Domains, job: Job) -> dict[str, Any]:
 @torch.no_grad()
 def classes_of(model: nn.Module, size: tuple[int, int]) -> int:
     """How many classes a network tells apart, found by asking a copy of it."""
-    asked = copy.deepcopy(model).eval()
-    return asked(torch.zeros(2, 3, *size, device=device_of(model))).shape[1]
+    asked, shape = copy.deepcopy(model).eval(), (2, 3, *size)
+    try:
+        output = asked(torch.zeros(shape, device=device_of(model)))
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"The network does not take images {shape}: {error}") from error
+    if not isinstance(output, Tensor) or output.dim() < 2:
+        raise TypeError(f"The network returned {describe(output)}, expected (N, classes).")
+    return output.shape[1]

@@ -6,17 +6,27 @@ line at the end; that one is cut off when the file is opened again, and its cell
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 Record = dict[str, Any]
 
 # What every record has, so that another kind of file is not taken for one of records.
-FIELDS = frozenset({"dataset", "scenario", "domain", "norm", "method", "batch_size", "seed", "n"})
+FIELDS = {
+    **dict.fromkeys(("dataset", "scenario", "domain", "norm", "method"), str),
+    **dict.fromkeys(("batch_size", "seed", "n", "severity"), int),
+    **dict.fromkeys(("model", "config"), dict),
+}
 SCORES = frozenset({"wrong", "miou"})  # images that are wrong, or the classes' mean overlap
 # Two records that agree in all but these are the same cell.
 OUTCOME = SCORES | {"iou", "undone", "seconds", "versions", "device", "experiment"}
@@ -32,7 +42,7 @@ class RecordFile:
     Example:
         >>> import tempfile
         >>> file = RecordFile(tempfile.mkdtemp() + "/records.jsonl")
-        >>> record = dict.fromkeys(FIELDS, 0) | {"wrong": 3}
+        >>> record = {name: kind() for name, kind in FIELDS.items()} | {"n": 9, "wrong": 3}
         >>> file.append(record)
         >>> record | {"wrong": 7} in file, record | {"norm": "tbn"} in file
         (True, False)
@@ -44,28 +54,40 @@ class RecordFile:
         self.path = Path(path)
         _cut_torn_line(self.path)
         files = [self.path] if also is None else [self.path, also]
+        self._read = self.path.stat().st_size if self.path.is_file() else 0
         self._cells = {_cell(record) for record in read_records(files, missing_ok=True)}
+        self._of_others: set[str] = set()  # that other processes have written since
 
     def __contains__(self, record: Record) -> bool:
         return _cell(record) in self._cells
 
     def append(self, record: Record) -> None:
-        """Write one record, whole and for good; refuses a cell that is there already."""
+        """Write one record, whole and for good; refuses a cell that is there already.
+
+        One that another process has written since is left as that has it.
+        """
         if record in self:
             raise ValueError(f"{self.path} already holds this cell: {record}.")
         line = json.dumps(record, allow_nan=False) + "\n"
-        with self.path.open("ab") as file:
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        with self.path.open("a+b") as file, _alone(file):
+            _cut_torn_line(self.path)
+            self._of_others |= _cells_after(file, self._read)
+            if _cell(record) not in self._of_others:
+                file.write(line.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            self._read = file.tell()
         self._cells.add(_cell(record))
 
 
 def read_records(
     paths: Iterable[str | os.PathLike[str]], *, missing_ok: bool = False
 ) -> list[Record]:
-    """All records of some files, in their order; a folder stands for the JSONL files in it."""
-    records: list[Record] = []
+    """All records of some files, in their order; a folder stands for the JSONL files in it.
+
+    A cell that is there twice, as where files of several machines are put together, counts once.
+    """
+    records: dict[str, Record] = {}
     for path in map(Path, paths):
         files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
         for file in files:
@@ -73,8 +95,28 @@ def read_records(
                 if missing_ok:
                     continue
                 raise FileNotFoundError(f"There is no file {file}.")
-            records += [_parse(line, file, number) for number, line in _lines(file)]
-    return records
+            for number, line in _lines(file):
+                record = _parse(line, file, number)
+                records.setdefault(_cell(record), record)
+    return list(records.values())
+
+
+@contextlib.contextmanager
+def _alone(file: BinaryIO) -> Iterator[None]:
+    """Inside, no other process is here with the same file, where the system can see to that."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _cells_after(file: BinaryIO, position: int) -> set[str]:
+    """Of the records beyond that position of a file, to the end of which it is moved."""
+    file.seek(position)
+    return {_cell(json.loads(line)) for line in file.read().splitlines()}
 
 
 def _lines(file: Path) -> Iterable[tuple[int, str]]:
@@ -96,7 +138,11 @@ def _parse(line: str, file: Path, number: int) -> Record:
 
 
 def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() >= FIELDS and bool(value.keys() & SCORES)
+    if not isinstance(value, dict) or not value.keys() & SCORES:
+        return False
+    scores = [value[name] for name in SCORES & value.keys()]
+    known = all(isinstance(value.get(name), kind) for name, kind in FIELDS.items())
+    return known and value["n"] > 0 and all(isinstance(score, int | float) for score in scores)
 
 
 def _cell(record: Record) -> str:
@@ -105,14 +151,19 @@ def _cell(record: Record) -> str:
 
 
 def variant_of(record: Record) -> tuple[str, int] | None:
-    """The variant and the seed of a record's alpha, or None where it has none."""
+    """The variant and the seed of a record's alpha, or None where it has none.
+
+    Files that `reproduce` made are called NETWORK.VARIANT.seedN; what users call theirs says
+    nothing.
+    """
     if record.get("alpha") is None:
         return None
+    network = re.escape(record["model"]["name"])
     name = record["alpha"]["name"].removesuffix(".ttn.safetensors")
-    match = re.fullmatch(r"[^.]+\.(.+)\.seed(\d+)", name)
+    match = re.fullmatch(rf"{network}\.(.+)\.seed(\d+)", name)
     if match is not None:
         return match[1], int(match[2])
-    return ("dynamic" if name.endswith(".dynamic") else "default"), 0
+    return ("dynamic" if re.fullmatch(rf"{network}\.dynamic", name) else "default"), 0
 
 
 def _cut_torn_line(path: Path) -> None:

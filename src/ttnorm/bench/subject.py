@@ -44,7 +44,7 @@ class Scale:
 FULL = Scale()
 QUICK = Scale(
     corruptions=("gaussian_noise", "contrast", "jpeg_compression"),
-    images=200,
+    images=400,  # methods update after 200
     train=2000,
     epochs=1,
     seeds=1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -120,19 +121,23 @@ def split(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
     records = list(records)
     whole = [r for r in records if not _is_dear(r)]
 
-    def several(dataset: str, value: Callable[[Record], Any]) -> bool:
-        return len({value(r) for r in whole or records if r["dataset"] == dataset}) > 1
+    def datasets_with_several(value: Callable[[Record], Any]) -> set[str]:
+        pairs = {(r["dataset"], value(r)) for r in whole or records}
+        return {dataset for dataset, times in Counter(d for d, _ in pairs).items() if times > 1}
 
+    severities = datasets_with_several(lambda r: r["severity"])
+    networks = datasets_with_several(lambda r: r["model"]["name"])
+    subsets = datasets_with_several(lambda r: r["config"]["subset"])
     found: dict[tuple[str, str], list[Record]] = {}
     for r in records:
         title = [r["dataset"]]
         scenes = "miou" in r
-        if not scenes and several(r["dataset"], lambda x: x["severity"]):
+        if not scenes and r["dataset"] in severities:
             title.append(f"severity {r['severity']}")
-        if several(r["dataset"], lambda x: x["model"]["name"]):
+        if r["dataset"] in networks:
             title.append(r["model"]["name"])
         dear = scenes or _is_dear(r)
-        if not dear and several(r["dataset"], lambda x: x["config"]["subset"]):
+        if not dear and r["dataset"] in subsets:
             title.append(f"{r['config']['subset']} images")
         found.setdefault((", ".join(title), r["scenario"]), []).append(r)
     return found
@@ -327,13 +332,17 @@ def _images_of_rows(records: Sequence[Record]) -> dict[tuple[str, str], int]:
 
 def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) -> Cell:
     by_seed: dict[Any, dict[str, float]] = {}
+    alphas: dict[Any, Any] = {}
     for r in records:
         errors = by_seed.setdefault((r["seed"], variant_of(r)), {})
-        if r["domain"] in errors:
+        fitted = variant_of(r) or ("", 0)
+        same = alphas.setdefault(fitted, r.get("alpha")) == r.get("alpha")
+        same = same and fitted[0] == next(iter(alphas))[0]  # a seed of the same variant
+        if r["domain"] in errors or not same:
             raise ValueError(
                 f"There are two records of {r['norm']} on {r['domain']} at B = {r['batch_size']}: "
-                "of other severities, networks, alpha files, images or settings. Report on one of "
-                "them at a time."
+                "of other severities, networks, alpha files, images or settings. Keep these in "
+                "files of their own, and report on one at a time."
             )
         errors[r["domain"]] = 100 * r["miou"] if "miou" in r else 100 * r["wrong"] / r["n"]
     means = [statistics.mean(e.values()) for e in by_seed.values() if e.keys() == domains]

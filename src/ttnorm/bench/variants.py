@@ -25,7 +25,7 @@ from ..fitting import as_json
 from ..models import zoo
 from ..posttrain import PostTrainConfig, optimise_alpha, post_train_
 from ..prior import estimate_prior
-from ..surgery import convert_, remember_config
+from ..surgery import CONFIG, convert_, remember_
 
 SEVERITY = 5  # of the corruptions that are taken for augmentation
 MOST_UNDER_TRUE = 10_000  # training images, the first ones: there are thirty such fits
@@ -195,7 +195,7 @@ def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpo
     result = optimise_alpha(model, loader, prior, config, augment=_as_it_is, checkpoint=checkpoint)
     state.unlink()
     convert_(model, result.alpha, source_count=config.source_count)
-    remember_config(model, as_json(config) | {"augmentation": variant.corruption})
+    remember_(model, CONFIG, as_json(config) | {"augmentation": variant.corruption})
 
 
 def _as_it_is(images: Tensor, generator: Generator | None) -> Tensor:

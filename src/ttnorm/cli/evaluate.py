@@ -197,5 +197,9 @@ def _print_tables(records: Path) -> None:
     found = read_records([records])
     for (_, scenario), together in tables.split(found).items():
         dataset = together[0]["dataset"]
-        table = tables.by_batch_size(together, dataset=dataset, scenario=scenario)
-        console.print(formats.to_rich(table))
+        try:
+            table = tables.by_batch_size(together, dataset=dataset, scenario=scenario)
+        except ValueError as error:  # of what was in the file before
+            console.print(f"No table of {dataset}, {scenario}: {error}", markup=False)
+        else:
+            console.print(formats.to_rich(table))

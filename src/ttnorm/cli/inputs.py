@@ -35,6 +35,8 @@ def device(wanted: str | None, local_rank: int = 0) -> str:
         kind = torch.device(wanted).type
     except RuntimeError:
         raise ValueError(f"--device is {wanted!r}, expected cpu, cuda, cuda:1, mps, ...") from None
+    if kind not in ("cpu", "cuda", "mps", "xpu"):
+        raise ValueError(f"--device is {wanted!r}, expected cpu, cuda, cuda:1, mps, ...")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device is {wanted!r}, and torch sees no GPU here.")
     if kind == "mps" and not torch.backends.mps.is_available():
@@ -53,6 +55,8 @@ def check_writable(path: Path | None) -> None:
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{path} cannot be written: {folder} has to be a folder you may write to.")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{path} cannot be written: you may only read it.")
 
 
 def check_folder(path: Path) -> None:
@@ -140,7 +144,9 @@ def loader(
         raise ValueError(f"--batch-size is {batch_size}, expected at least 1.")
     train = images(Path(spec), dataset, "train", network=network, skip_bad=skip_bad)
     size = batch_size or min(DATASETS[dataset_named(dataset)], len(train.labels))
-    x, y = (t[rank() :: world_size()].to(device) for t in train)
+    # as many for each: ranks take every step together
+    shared = len(train.labels) // world_size() * world_size()
+    x, y = (t[rank() : shared : world_size()].to(device) for t in train)
     return DeviceLoader(x, y, max(1, size // world_size()))
 
 

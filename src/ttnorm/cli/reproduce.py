@@ -56,7 +56,7 @@ def reproduce(
     quick: Annotated[
         bool,
         typer.Option(
-            help="200 images of 3 corruptions at B = 200, 16 and 1 (of ImageNet 32 at 16 and 1, of "
+            help="400 images of 3 corruptions at B = 200, 16 and 1 (of ImageNet 32 at 16 and 1, of "
             "CamVid 32 of 2 corruptions at 2), or at what --batch-size says; one seed, one epoch "
             "of post-training on 2,000 images, or 64 large ones; records go below WORK. Minutes on "
             "a CPU."

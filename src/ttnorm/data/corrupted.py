@@ -197,6 +197,7 @@ def _claim(folder: Path, images: Array, labels: Array, seed: int) -> None:
         "seed": seed,
     }
     note = folder / "corruptions.json"
+    used = any(folder.glob("*.npy"))  # first: another process writes its note before its files
     if note.is_file():
         try:
             there = json.loads(note.read_text())
@@ -207,7 +208,7 @@ def _claim(folder: Path, images: Array, labels: Array, seed: int) -> None:
                 f"{folder} holds corruptions of other images or another seed than {seed}. Choose "
                 "another folder."
             )
-    elif folder.is_dir() and any(folder.glob("*.npy")):
+    elif used:
         raise ValueError(
             f"{folder} holds npy files that ttnorm did not make, and would not be written over. "
             "Choose another folder."
@@ -244,6 +245,9 @@ def _npy(path: Path) -> Array:
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}.")
     try:
-        return np.load(path, mmap_mode="r")
+        found = np.load(path, mmap_mode="r")
+        if not isinstance(found, np.ndarray):
+            raise ValueError("it holds several arrays")
+        return found
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{path} is truncated or no npy file: {error}") from error

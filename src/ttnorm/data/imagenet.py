@@ -162,11 +162,7 @@ def _prepared(folder: Path, preprocessing: Preprocessing, name: str) -> Array:
     picture, crop = read_picture(folder / name), preprocessing.crop
     if picture.size == (crop, crop):
         return np.asarray(picture)
-    scale = preprocessing.resize / min(picture.size)
-    size = tuple(
-        preprocessing.resize if side == min(picture.size) else int(side * scale)
-        for side in picture.size
-    )
+    size = tuple(preprocessing.resize * side // min(picture.size) for side in picture.size)
     picture = picture.resize(size, Image.Resampling[preprocessing.interpolation.upper()])
     left, top = (round((side - crop) / 2) for side in picture.size)
     return np.asarray(picture.crop((left, top, left + crop, top + crop)))
