@@ -32,7 +32,7 @@ import ttnorm
 from ttnorm.augment import DOMAIN_PARTS, PRIOR_PARTS
 from ttnorm.bench.camvid import PARTS, CamvidBench, validation_frames
 from ttnorm.bench.imagenet import ImageNetBench
-from ttnorm.bench.job import classes_of
+from ttnorm.bench.job import count_classes
 from ttnorm.bench.scores import score
 from ttnorm.bench.subject import FULL, Setup
 from ttnorm.data.images import Images
@@ -93,7 +93,7 @@ def main() -> None:
     images, labels = (t[order].to(args.device) for t in scored)
     unshifted = images.float() / 255
     domains = {"clean": unshifted} | for_validation(unshifted)
-    classes = classes_of(model, (images.shape[-2], images.shape[-1]))
+    classes = count_classes(model, (images.shape[-2], images.shape[-1]))
     found = partial(_wrong, labels=labels, classes=classes, data=args.data)
     records = []
 

@@ -3,9 +3,9 @@
 The moments of a frame tell of its domain and of what it shows. What its class does to them is known
 from the source, and can be taken off: then a run of one class moves a memory no further than any
 other frames of its domain. What is taken off is what a class does beyond the classes that are usual
-in the stream: under a shift a network predicts some classes too often, and what these would do to
-moments is not there. Moments are in units of the source, T channels of all layers in a row;
-K classes are told by R directions, for many are much alike.
+in the stream: under a shift a network predicts some classes too often, and to take off what these
+would do, which is not there, would add an error. Moments are in units of the source, T channels of
+all layers in a row; K classes are told by R directions, for many are much alike.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ logger = logging.getLogger("ttnorm")
 SAMPLES = 8192  # source images that are looked at
 RANK = 32  # directions that classes differ in
 SMALLEST = 1e-4  # variance, for its logarithm
-USUAL = 5000.0  # frames of a stream whose mean prediction is what is usual in it
-ALIKE = 1000.0  # frames of all classes alike that it starts with
+USUAL = 5000.0  # frames: the window of a stream's mean prediction, which is what is usual in it
+ALIKE = 1000.0  # frames, of all classes alike, that this mean starts with
 
 
 class Classes(NamedTuple):
@@ -119,7 +119,7 @@ def without_class(moments: Moments, effect: Moments) -> Moments:
 def spread_of(classes: Classes) -> Tensor:
     """The variance that classes add to that of frames of no class, (T,)."""
     of_mean, _ = (classes.codes @ classes.directions).chunk(2, 1)
-    return of_mean.square().mean(0).clamp_max(0.9)  # 1 is all that there is
+    return of_mean.square().mean(0).clamp_max(0.9)  # of the source's whole variance, 1
 
 
 def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> Classes | None:

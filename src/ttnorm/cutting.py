@@ -9,11 +9,11 @@ import dataclasses
 from functools import cached_property, lru_cache
 
 TILE = 2048  # values a program has in registers at once
-ACROSS = 32  # of them side by side in a reduction, at most, where channels are
-MAP_ACROSS = 256  # and in a pass that writes
+ACROSS = 32  # channels side by side in a tile of a pass that reduces, at most
+MAP_ACROSS = 256  # and in one of a pass that writes
 PROGRAMS = 528  # that share a reduction, roughly: four for each of an H200's processors
 WHOLE = 4096  # values of one channel and group that a program may hold
-AGAIN = 16384  # and that it may read twice, while they are in the cache
+AGAIN = 16384  # values of one that it may read twice, the second time from the cache
 PART = 16384  # pixels of one channel and sample that are not divided among programs
 MOST_SLABS = 512  # of a group: what the merging program can hold
 WARPS = 4

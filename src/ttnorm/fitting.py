@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,21 +50,21 @@ class AlphaNetwork(nn.Module):
         per: what shares one entry of theta: "channel" (nothing), "layer" or "constant".
     """
 
-    counts: Tensor
+    layer_sizes: Tensor
 
     def __init__(self, model: nn.Module, layers: dict[str, TTNormBase], per: str) -> None:
         super().__init__()
         self.model, self.layers, self.per = model, list(layers.values()), per
         self.sizes = [layer.running_mean.numel() for layer in self.layers]
         sizes = torch.tensor(self.sizes, device=device_of(model))
-        self.register_buffer("counts", sizes, persistent=False)
+        self.register_buffer("layer_sizes", sizes, persistent=False)
         entries = {"channel": sum(self.sizes), "layer": len(self.sizes), "constant": 1}[per]
         self.theta = nn.Parameter(torch.zeros(entries, device=device_of(model)))
 
     def alpha(self) -> Tensor:
         """One value per channel, layer after layer."""
         if self.per == "layer":
-            return self.theta.repeat_interleave(self.counts, output_size=sum(self.sizes))
+            return self.theta.repeat_interleave(self.layer_sizes, output_size=sum(self.sizes))
         return self.theta.expand(sum(self.sizes))
 
     def let_go(self) -> None:
@@ -82,7 +82,8 @@ class AlphaNetwork(nn.Module):
 
 
 class Fit:
-    """A run between two epochs: all that has to survive a kill is here."""
+    """A fitting run: theta, its optimiser and the history, which a checkpoint restores, and the
+    recorded steps, which it does not."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Fit:
     ) -> None:
         self.config, self.loss, self.shift, self.device = config, loss, shift, device_of(model)
         self.names = list(layers)
-        self.counts: dict[Any, int | None] = {}  # random numbers that a shift draws
+        self.drawn: dict[Any, int | None] = {}  # random numbers for a shift, by a batch's shape
         self.history: list[dict[str, float]] = []
         self.prior = _flat(prior, layers, self.device) if config.needs_prior else None
         self.network = AlphaNetwork(model, layers, config.granularity)
@@ -217,9 +218,9 @@ class Fit:
     def _numbers(self, x: Tensor, generator: Generator) -> Tensor | None:
         """What the shift will draw, for a step that is recorded as a whole; None if unknown."""
         key = tuple(x.shape[:2])
-        if key not in self.counts:
-            self.counts[key] = numbers_drawn(self.shift.keywords["augment"], *key)
-        count = self.counts[key]
+        if key not in self.drawn:
+            self.drawn[key] = numbers_drawn(self.shift.keywords["augment"], *key)
+        count = self.drawn[key]
         if count is None:
             return None
         return torch.rand(count, generator=generator).to(self.device, non_blocking=True)
@@ -272,12 +273,9 @@ class Fit:
 
     def alpha(self) -> dict[str, Tensor]:
         """The fitted alpha by layer, averaged if that was asked for."""
-        sizes, alpha = self.network.sizes, self.network.alpha().detach().clone()
-        if self.config.average == "layer":
-            alpha = torch.cat([part.mean().expand_as(part) for part in alpha.split(sizes)])
-        elif self.config.average == "constant":
-            alpha = alpha.mean().expand_as(alpha)
-        return dict(zip(self.names, (a.clone() for a in alpha.split(sizes)), strict=True))
+        parts = (part.clone() for part in self.network.alpha().detach().split(self.network.sizes))
+        alpha = dict(zip(self.names, parts, strict=True))
+        return averaged(alpha, self.config.average) if self.config.average else alpha
 
     def checkpoint(self, identity: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {"theta": self.network.theta.detach()}
@@ -360,6 +358,15 @@ def _flat(
             "The prior's layers are not this network's. Was it estimated on another one?"
         )
     return torch.cat([prior[name].detach().float() for name in layers]).to(device)
+
+
+def averaged(alpha: Mapping[str, Tensor], per: str) -> dict[str, Tensor]:
+    """alpha by layer, with the mean over each "layer", or over everything ("constant")."""
+    everything = torch.cat(list(alpha.values())).mean()
+    return {
+        name: (a.mean() if per == "layer" else everything).expand_as(a).clone()
+        for name, a in alpha.items()
+    }
 
 
 def _average(alpha: Tensor, sizes: list[int], per: str) -> Tensor:

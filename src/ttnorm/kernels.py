@@ -50,7 +50,7 @@ def _work_on(device: torch.device) -> bool:
     except Exception as error:
         logger.warning(
             "The fused kernels cannot be used, and PyTorch's operations are used instead: %s. "
-            "TTNORM_KERNELS=eager says so beforehand.",
+            "TTNORM_KERNELS=eager in the environment chooses that without a warning.",
             error,
         )
         return False
@@ -159,7 +159,6 @@ def backward(
     group_size: int | None,
     cross_term: bool,
     *,
-    given: bool = False,
     needs_input: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """Gradients of x (None where not needed), weight, bias and alpha, the last three in float32."""
@@ -170,7 +169,7 @@ def backward(
     weight = None if weight is None else weight.contiguous()
     sums = x.new_empty((3, g.groups, g.channels), dtype=torch.float32)
     options: dict[str, Any] = {"AFFINE": weight is not None, "CROSS_TERM": cross_term,
-                               "GIVEN": given, "num_warps": cutting.WARPS}  # fmt: skip
+                               "num_warps": cutting.WARPS}  # fmt: skip
     if g.again:
         grad_x = torch.empty_like(x) if needs_input else None
         _backward_code().backward_again[g.groups * g.channels,](

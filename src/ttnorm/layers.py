@@ -60,8 +60,8 @@ class TTNormBase(nn.Module):
     def alpha_for(self, samples: int | Tensor) -> Tensor:
         """alpha * n / (n + source_count) for a batch of n samples.
 
-        As if the source counted for so many samples beside the batch's: the fewer there are, the
-        less they say.
+        The source counts as `source_count` samples beside the batch's, so that small batches are
+        trusted less.
         """
         if not self.source_count:
             return self.alpha

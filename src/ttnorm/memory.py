@@ -35,8 +35,8 @@ from .routes import Routes
 from .routing import Content
 from .shallow import describe_frames
 from .stream_config import StreamConfig
-from .stream_frames import Frames, Places, exactly, usable
-from .stream_rows import State, StreamRows, lasting
+from .stream_frames import Frames, Places, usable, without_autocast
+from .stream_rows import State, StreamRows, outside_inference_mode
 from .surgery import CLASSES, CONTENT, known_of, ttn_layers
 from .trust import Unlike, compare, trust, unknown
 
@@ -54,7 +54,7 @@ class Stream(StreamRows):
 
     between_frames = True  # whether what differs between frames is part of a memory's variance
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, model: nn.Module, config: StreamConfig) -> None:
         self.layers = list(ttn_layers(model).values())
         self.sizes = [layer.running_mean.numel() for layer in self.layers]
@@ -65,9 +65,10 @@ class Stream(StreamRows):
         self.ones = torch.ones_like(self.unit)
         # parts of a memory, each with its part of the window: no more than there are classes
         self.cells = config.buckets if config.memory == "balanced" else 1
-        self.told = False  # by an output how many classes there are
+        self.classes_known = False  # how many there are, as the first output tells
         self.classes = _classes_on(model, self.source_mean, config.memory)
-        self.spread = torch.zeros_like(self.source_mean)  # that frames of no class lack
+        # the variance between classes, which frames lack that are remembered without theirs
+        self.spread = torch.zeros_like(self.source_mean)
         if self.classes is not None:
             self.spread = spread_of(self.classes)
         self.routes = None  # a memory for every domain of a stream
@@ -104,11 +105,11 @@ class Stream(StreamRows):
             shallow = partial(model.forward, *copies, **named)
             size = len(self.routes.content.mean)
             described = describe_frames(self.layers, shallow, size=size)
-        with exactly(x):
+        with without_autocast(x):
             self.frames = self._plan(x, described)
 
     def _plan(self, x: Tensor, described: Tensor | None) -> Frames:
-        """Of a forward, by its input and by what the first layers see of it."""
+        """What layers will normalise with, by the input and by what enters the first of them."""
         group, places = self.group.expand(x.shape[0]), None
         with torch.no_grad():
             counts = usable(x).to(self.dtype)
@@ -118,29 +119,29 @@ class Stream(StreamRows):
                 group, places = self._places(group, slot)
             share, new = shares(group, counts, len(self.active if places is None else places[0]))
             memory = self._recall(places)
-            say = self._trust_in_batch(new, places)[:, None]
+            batch_share = self._trust_in_batch(new, places)[:, None]
         alpha = self._flat([layer.alpha for layer in self.layers])
         # three are mixed, source, memory and batch: the first two here, for all layers at once
-        remembered = alpha * (1 - say) / (1 - alpha * say).clamp_min(1e-12)
+        remembered = alpha * (1 - batch_share) / (1 - alpha * batch_share).clamp_min(1e-12)
         zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
         mean, var = mix_moments(remembered, zero, one, *memory, cross_term=self.cross_term)
         mean, var = torch.addcmul(self.source_mean, mean, self.unit), var * self.unit_var
-        per_layer = (mean, var, alpha * say, self.source_mean, self.unit)
+        per_layer = (mean, var, alpha * batch_share, self.source_mean, self.unit)
         return Frames(
             group,
             counts,
             share,
             places,
             described,
-            # a GPU is not asked, for it would have to be waited for, and a compiler cannot be
-            mixing=x.is_cuda or torch.compiler.is_compiling() or bool((say > 0).any()),
+            # asking a GPU would mean waiting for it, and a compiler cannot branch on the answer
+            mixing=x.is_cuda or torch.compiler.is_compiling() or bool((batch_share > 0).any()),
             per_layer=[*zip(*(t.split(self.sizes, -1) for t in per_layer), strict=True)],
         )
 
     def _places(self, streams: Tensor, slot: Tensor) -> tuple[Tensor, Places]:
         """Where the memories are that samples need, and which of them each of the samples needs."""
         wanted = streams * self.slots + slot
-        if wanted.is_cuda or torch.compiler.is_compiling():  # all: how many is not to be waited for
+        if wanted.is_cuda or torch.compiler.is_compiling():  # all: some would have to be waited for
             used = torch.arange(len(self.active) * self.slots, device=wanted.device)
         else:
             used, wanted = wanted.unique(return_inverse=True)
@@ -197,15 +198,15 @@ class Stream(StreamRows):
             mean, var = batch_moments(x.detach(), 1)
             frames = (mean.to(self.dtype), var.to(self.dtype))  # the network may have been cast
         now.moments.setdefault(index, []).append(frames)
-        mean, var, trust, source_mean, unit = now.per_layer[index]
-        if kernels.usable(x) and not (trust.requires_grad or torch.compiler.is_compiling()):
+        mean, var, batch_alpha, source_mean, unit = now.per_layer[index]
+        if kernels.usable(x) and not (batch_alpha.requires_grad or torch.compiler.is_compiling()):
             return self._on_gpu(now, index, x)
         if now.mixing:
-            with torch.no_grad(), exactly(x):
+            with torch.no_grad(), without_autocast(x):
                 frames = in_units(*frames, source_mean, unit)
                 batch = cell_moments(now.share, now.group, *frames)
                 batch = (torch.addcmul(source_mean, batch[0], unit), batch[1] * unit.square())
-            mean, var = mix_moments(trust, mean, var, *batch, cross_term=self.cross_term)
+            mean, var = mix_moments(batch_alpha, mean, var, *batch, cross_term=self.cross_term)
         if len(mean) == 1:
             return normalise(x, mean[0], var[0], layer.weight, layer.bias, layer.eps)
         rows = (mean[now.group], var[now.group])
@@ -226,7 +227,7 @@ class Stream(StreamRows):
         if torch.is_grad_enabled() and adapted:
             return normalise(x, *rows, layer.weight, layer.bias, layer.eps, 1)
         _, _, _, source_mean, unit = now.per_layer[index]
-        # an alpha of 1: nothing of the source is to be mixed in again
+        # with an alpha of 1 the source is not mixed in again, whatever is given as its statistics
         statistics = (self.ones[: len(unit)], source_mean, unit)
         return kernels.forward(
             x, layer.weight, layer.bias, *statistics, layer.eps, 1, False, given=rows
@@ -238,7 +239,7 @@ class Stream(StreamRows):
         now, self.frames = self.frames, None
         if now is None:  # no frames came
             return
-        with exactly(now.counts):
+        with without_autocast(now.counts):
             moments = in_units(*self._moments(now), self.source_mean, self.unit)
             self._take(now, moments, output)
         streams = self.group.expand(now.group.shape[0])
@@ -332,14 +333,14 @@ class Stream(StreamRows):
                 "A balanced memory needs predictions of shape (N, classes). For a network that "
                 "gives something else: stream_(model, memory='pool')."
             )
-        if not self.told:
+        if not self.classes_known:
             self.use_cells(min(self.cells, output.shape[1]))
         return self.cells
 
-    @lasting
+    @outside_inference_mode
     def use_cells(self, number: int) -> None:
         """Before anything has been seen."""
-        self.told = True
+        self.classes_known = True
         if number != self.cells:
             self.cells = number
             self.state = self._blank(len(self.state["seen"]))
@@ -347,7 +348,7 @@ class Stream(StreamRows):
     def _flat(self, per_layer: Sequence[Tensor]) -> Tensor:
         return torch.cat([t.to(self.dtype) for t in per_layer], -1)
 
-    @lasting
+    @outside_inference_mode
     def to(self, device: torch.device) -> None:
         for name in ("source_mean", "unit", "unit_var", "ones", "spread", "active", "group"):
             setattr(self, name, getattr(self, name).to(device))
@@ -357,17 +358,17 @@ class Stream(StreamRows):
             self.routes.to(device)
         self.state = {name: t.to(device) for name, t in self.state.items()}
 
-    def load_stream_state(self, state: Mapping[str, Any]) -> None:
+    def load_memory_state(self, state: Mapping[str, Any]) -> None:
         cells = self.cells
         if self.config.memory == "balanced" and "count" in state:
             # fewer than buckets, where an output has told that there are fewer classes
             self.cells = min(max(state["count"].shape[-1], 1), self.config.buckets)
         try:
-            super().load_stream_state(state)
+            super().load_memory_state(state)
         except ValueError:
             self.cells = cells
             raise
-        self.told = bool(self.state["seen"].any())
+        self.classes_known = bool(self.state["seen"].any())
 
     def _blank(self, streams: int) -> State:
         like, cells = self.source_mean, self.slots * self.cells

@@ -45,11 +45,11 @@ class MixNorm(nn.Module):
         for stream in self.streams:
             stream.reset()
 
-    def stream_state(self) -> list[tuple[Tensor, Tensor]]:
+    def memory_state(self) -> list[tuple[Tensor, Tensor]]:
         """What every layer has seen."""
         return [(stream.first.clone(), stream.second.clone()) for stream in self.streams]
 
-    def load_stream_state(self, state: list[tuple[Tensor, Tensor]]) -> None:
+    def load_memory_state(self, state: list[tuple[Tensor, Tensor]]) -> None:
         shapes = [stream.first.shape for stream in self.streams]
         if [first.shape for first, _ in state] != shapes:
             raise ValueError("The state of MixNorm's stream was saved with another network.")

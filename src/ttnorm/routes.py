@@ -17,7 +17,7 @@ from .routing import Content, Groups, find_groups, heirs, nearest
 RECENT = 512  # frames of a stream in which domains are looked for
 EVERY = 16  # frames after which they are looked for anew
 FIRST = 32  # frames that have to be there for that
-SAME = 0.8  # of a slot's frames: what goes on with so many of them is the same domain
+SAME = 0.8  # of a slot's frames: a new slot with more of them inherits its memory in full
 GROUPS = ("middles", "there", "reach")  # see `routing.Groups`
 # what belongs to a slot
 MEMORY = ("mean", "var", "count", "slot_seen", "excess", "runs", "within", "compared")

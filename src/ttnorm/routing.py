@@ -3,8 +3,8 @@
 A frame is described by the means and log variances of its channels there, with the source's
 statistics inside, whitened by what source images vary in: directions in which content varies count
 for little. Frames of one domain then lie together. The groups that the last frames of a stream fall
-into are found by k-means, with as many groups as may be; those that frames which were not used for
-it cannot tell apart are merged. Pure functions, over S streams at once.
+into are found by k-means on half of them, as many as are allowed; groups that the other half cannot
+tell apart are merged. Pure functions, over S streams at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Generator, Tensor
 APART = 3.5  # standard deviations between two groups, along the line through their middles
 ROUNDS = 10  # of k-means
 FEWEST = 6  # frames by which a group is told from another
-UNSURE = (
-    4.0  # standard deviations: frames that are so much farther away than others are of no group
+UNSURE = 4.0  # deviations beyond the mean distance from its group: a frame that far is of none
+STEADY = (
+    0.01  # of the source's deviations: what varies less, as where nothing fires, is not blown up
 )
-STEADY = 0.01  # of the source's deviations: what varies less tells nothing, as where nothing fires
 RIDGE = 0.1  # of the identity in the content's correlations, which a few thousand images measure
 
 
@@ -156,7 +156,8 @@ def _merge_closest(
 
 
 def heirs(slot: Tensor, before: Tensor, counts: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """For every slot, the one that most of its frames were in, and its share of that one's frames.
+    """Where the frames of every slot were before: in which slot most were, and what share of that
+    slot's frames they are.
 
     Args:
         slot: of every frame, now, (S, M).

@@ -136,7 +136,7 @@ def save_stream(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: the file.
     """
     stream = stream_of(model)
-    state = stream.stream_state()
+    state = stream.memory_state()
     ids = state.pop("ids")
     odd = [one for one in ids if not isinstance(one, (str, int, type(None)))]
     if odd:
@@ -163,7 +163,7 @@ def load_stream_(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     advice = "or begin anew with stream_"
     check_fingerprint(path, metadata["fingerprint"], fingerprint(model), advice)
     stream = Stream(model, StreamConfig(**metadata["config"]))
-    stream.load_stream_state({"ids": metadata["ids"], **tensors})
+    stream.load_memory_state({"ids": metadata["ids"], **tensors})
     return attach_(model, stream)
 
 

@@ -60,7 +60,7 @@ def usable(x: Tensor) -> Tensor:
     return finite & (pixels.amax(2) > pixels.amin(2)).any(1)
 
 
-def exactly(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Without autocast: a memory of bfloat16 would forget small changes."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)

@@ -17,7 +17,7 @@ from .stream_config import StreamConfig
 Id = Hashable
 State = dict[str, Tensor]  # the first dimension is that of streams
 # What a state is made of must not be an inference tensor, which only inference mode may change.
-lasting = torch.inference_mode(False)
+outside_inference_mode = torch.inference_mode(False)
 
 
 class StreamRows:
@@ -31,7 +31,7 @@ class StreamRows:
         self.config = config
         self.start_anew()
 
-    @lasting
+    @outside_inference_mode
     def start_anew(self) -> None:
         """A single stream, that of samples without ids, which has seen nothing."""
         self.rows: dict[Id, int] = {}  # of streams, in the order of their last use
@@ -91,14 +91,14 @@ class StreamRows:
             if one not in self.ids:
                 del self.rows[one]
 
-    def stream_state(self) -> dict[str, Any]:
+    def memory_state(self) -> dict[str, Any]:
         """All that the next forward depends on: a row of every tensor for each id."""
         rows = list(self.rows.values())
         return {"ids": list(self.rows)} | {name: t[rows].clone() for name, t in self.state.items()}
 
-    @lasting
-    def load_stream_state(self, state: Mapping[str, Any]) -> None:
-        """Have what `stream_state` gave, and nothing else."""
+    @outside_inference_mode
+    def load_memory_state(self, state: Mapping[str, Any]) -> None:
+        """Have what `memory_state` gave, and nothing else."""
         expected = {"ids", *self.state}
         if set(state) != expected:
             raise ValueError(
@@ -124,7 +124,7 @@ class StreamRows:
         }
         self.select_again(self.ids)
 
-    @lasting
+    @outside_inference_mode
     def _new_row(self, keep: Sequence[Id]) -> int:
         """A row for one more stream; where there is no room, the one unused for longest goes."""
         room = len(self.state["seen"])

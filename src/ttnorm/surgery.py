@@ -47,7 +47,7 @@ _CONVERTED: dict[str, type[TTNormBase]] = {
 }
 
 
-@torch.inference_mode(False)  # alpha may be changed outside of it
+@torch.inference_mode(False)  # so that alpha is a tensor that may be changed outside of it
 def convert_(
     model: nn.Module,
     alpha: float | Mapping[str, Tensor],

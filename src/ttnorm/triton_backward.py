@@ -124,7 +124,7 @@ def slab_gradients_interleaved(
 def group_gradients(
     channel, place, there, grad_bias, centred, count, batch_mean_ptr, batch_var_ptr, alpha_ptr,
     source_mean_ptr, source_var_ptr, weight_ptr, sums_ptr, eps, size,
-    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr, GIVEN: tl.constexpr,
+    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr,
 ):  # fmt: skip
     """From sums over a group, of `count` values a channel, to its gradients.
 
@@ -159,8 +159,8 @@ def group_gradients(
     tl.store(sums_ptr + size + place, grad_bias, mask=there)
     tl.store(sums_ptr + 2 * size + place, grad_alpha, mask=there)
 
-    # d mu / dx = 1 / n and d var / dx = 2 (x - mu) / n, unless the moments came from elsewhere
-    seen = (alpha != 0) & (not GIVEN)
+    # d mu / dx = 1 / n and d var / dx = 2 (x - mu) / n
+    seen = alpha != 0
     slope = tl.where(seen, 2 * alpha * grad_var / count, 0.0)
     offset = tl.where(seen, grad_batch_mean / count, 0.0)
     centre = tl.where(seen, batch_mean, 0.0)
@@ -172,7 +172,7 @@ def merge_gradients(
     slab_total_ptr, slab_centred_ptr, batch_mean_ptr, batch_var_ptr, alpha_ptr, source_mean_ptr,
     source_var_ptr, weight_ptr, coefficients_ptr, sums_ptr, eps, C, groups, units, units_in_all, T,
     P, per_unit,
-    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr, GIVEN: tl.constexpr,
+    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """From slabs to a group's gradients; those of x as `coefficients`, (4, G, C)."""
@@ -192,7 +192,7 @@ def merge_gradients(
     scale, slope, centre, offset = group_gradients(
         channel, place, there, total, centred, here.to(tl.float32) * per_unit, batch_mean_ptr,
         batch_var_ptr, alpha_ptr, source_mean_ptr, source_var_ptr, weight_ptr, sums_ptr, eps, size,
-        AFFINE, CROSS_TERM, GIVEN,
+        AFFINE, CROSS_TERM,
     )  # fmt: skip
     tl.store(coefficients_ptr + place, scale, mask=there)
     tl.store(coefficients_ptr + size + place, slope, mask=there)
@@ -204,7 +204,7 @@ def merge_gradients(
 def backward_again(
     grad_ptr, x_ptr, out_ptr, batch_mean_ptr, batch_var_ptr, alpha_ptr, source_mean_ptr,
     source_var_ptr, weight_ptr, sums_ptr, eps, samples, C, S_over_vec, B, groups,
-    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr, GIVEN: tl.constexpr, INPUT: tl.constexpr,
+    AFFINE: tl.constexpr, CROSS_TERM: tl.constexpr, INPUT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both passes over one channel of a group: what is read again is still in the cache."""
@@ -222,7 +222,7 @@ def backward_again(
     scale, slope, centre, offset = group_gradients(
         channel, place, channel < C, total, centred, (here * S).to(tl.float32), batch_mean_ptr,
         batch_var_ptr, alpha_ptr, source_mean_ptr, source_var_ptr, weight_ptr, sums_ptr, eps,
-        groups * C, AFFINE, CROSS_TERM, GIVEN,
+        groups * C, AFFINE, CROSS_TERM,
     )  # fmt: skip
     if INPUT:
         row, pixel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_S)[None, :]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NOISE = 0.02  # of tau^2 / s^2, in what is measured of it
+NOISE = 0.02  # what is measured as tau^2 / s^2 where there is none
 
 
 class Unlike(NamedTuple):
@@ -36,7 +36,7 @@ class Unlike(NamedTuple):
 
 
 def unknown(memories: Tensor) -> Unlike:
-    """Of memories that batches are not compared with."""
+    """For memories that batches are not compared with: nothing speaks for the batch."""
     return Unlike(torch.zeros_like(memories), torch.zeros_like(memories), torch.ones_like(memories))
 
 

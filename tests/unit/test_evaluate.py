@@ -13,7 +13,7 @@ import ttnorm
 from ttnorm.bench import evaluate as scoring
 from ttnorm.bench import predict
 from ttnorm.bench.evaluate import evaluate
-from ttnorm.bench.job import Job, Network, classes_of
+from ttnorm.bench.job import Job, Network, count_classes
 from ttnorm.bench.predict import Run, predictions
 from ttnorm.bench.records import RecordFile, read_records
 from ttnorm.bench.scenarios import SCENARIOS
@@ -190,7 +190,7 @@ def test_the_network_is_not_changed(network, run):
 def test_a_network_in_train_mode_is_only_looked_at(network):
     network.model.train()
     before = {name: t.clone() for name, t in network.model.state_dict().items()}
-    assert classes_of(network.model, (32, 32)) == 10
+    assert count_classes(network.model, (32, 32)) == 10
     assert network.model.training
     after = network.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -198,7 +198,9 @@ def test_a_network_in_train_mode_is_only_looked_at(network):
 
 def test_a_network_is_asked_once_for_its_classes(network, monkeypatch):
     assert network.classes((32, 32)) == 10
-    monkeypatch.setattr("ttnorm.bench.job.classes_of", lambda *_: pytest.fail("it was asked again"))
+    monkeypatch.setattr(
+        "ttnorm.bench.job.count_classes", lambda *_: pytest.fail("it was asked again")
+    )
     assert network.classes((32, 32)) == 10
 
 
@@ -422,4 +424,4 @@ def test_a_method_that_never_gets_to_adapt_is_warned_of(run, caplog):
 )
 def test_a_network_that_cannot_be_scored_is_told_so(broken, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        classes_of(broken, (32, 32))
+        count_classes(broken, (32, 32))

@@ -131,10 +131,10 @@ class TestState:
         ttnorm.save(network, tmp_path / "alpha")
         with pytest.raises(ValueError, match="holds no streams"):
             ttnorm.load_stream_(network, tmp_path / "alpha")
-        state = stream_of(network).stream_state()
+        state = stream_of(network).memory_state()
         ttnorm.stream_(other, memory="balanced")
         with pytest.raises(ValueError, match=r"shape \(1, 10, 14\), expected \(1, 10, 3\)"):
-            stream_of(other).load_stream_state(state)
+            stream_of(other).load_memory_state(state)
 
     def test_an_id_that_no_file_can_hold_is_refused(self, network, tmp_path):
         ttnorm.stream_(network)

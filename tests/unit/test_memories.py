@@ -55,12 +55,12 @@ class TestBalanced:
         """How many classes there are is only known by then."""
         ttnorm.stream_(network, memory="balanced")
         stream, x = stream_of(network), frames(20)
-        nothing = stream.stream_state()
+        nothing = stream.memory_state()
         first = outputs(network, x, 4)
-        seen = stream.stream_state()
+        seen = stream.memory_state()
         assert (nothing["mean"].shape[1], seen["mean"].shape[1]) == (10, 4)
         for state, expected in ((nothing, first), (seen, outputs(network, x, 4)), (nothing, first)):
-            stream.load_stream_state(state)
+            stream.load_memory_state(state)
             assert torch.equal(outputs(network, x, 4), expected)
 
     def test_needs_predictions(self):

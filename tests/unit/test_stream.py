@@ -126,11 +126,11 @@ class TestBadFrames:
     def test_do_not_reach_the_frames_beside_them(self, network, memory, kind):
         ttnorm.stream_(network, memory=memory)
         outputs(network, frames(20), 4)
-        state = stream_of(network).stream_state()
+        state = stream_of(network).memory_state()
         good, bad = frames(3), frames(1)
         BAD[kind](bad[0])
         expected = network(good)
-        stream_of(network).load_stream_state(state)
+        stream_of(network).load_memory_state(state)
         torch.testing.assert_close(network(torch.cat((good, bad)))[:3], expected)
 
     @pytest.mark.parametrize("scale", [1e3, 1e9, -1e9, 1e30, 1e38])

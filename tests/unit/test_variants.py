@@ -33,6 +33,10 @@ def fit(source, tmp_path):
     return fitted
 
 
+def record_with(path):
+    return {"alpha": {"name": path.name}, "model": {"name": path.name.split(".")[0]}}
+
+
 def test_a_file_that_was_fitted_otherwise_is_not_taken(fit, source):
     fit("default")
     with pytest.raises(ValueError, match=r"default.seed0.* fitted with lr = 0.001, expected 0.01"):
@@ -52,7 +56,7 @@ def test_every_variant_can_be_fitted_and_is_its_own(fit, name, source):
     path, alpha, _ = fit(name, source=source)
     assert alpha.min() >= 0
     assert alpha.max() <= 1
-    assert variant_of({"alpha": {"name": path.name}}) == (name, 0)
+    assert variant_of(record_with(path)) == (name, 0)
     if name != "default":
         assert not torch.equal(alpha, fit("default")[1])
 
@@ -82,5 +86,5 @@ def test_shipped_files_are_the_default_and_the_dynamic_of_seed_0(tmp_path):
     for name, kind in (("default", "ttn"), ("dynamic", "dynamic")):
         path = fit_variant(name, "wrn40_2-cifar10", None, source, 0, tmp_path)
         assert path == zoo.alpha_files("wrn40_2-cifar10")[kind]
-        assert variant_of({"alpha": {"name": path.name}}) == (name, 0)
+        assert variant_of(record_with(path)) == (name, 0)
     assert variant_of({"alpha": None}) is None

@@ -13,7 +13,7 @@ from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.images import Images
 from ..models import zoo
 from .experiments import Part
-from .job import Domains, Network, check_labels, classes_of
+from .job import Domains, Network, check_labels, count_classes
 from .subject import Setup, Subject
 from .variants import SEVERITY, VARIANTS, Source
 
@@ -84,7 +84,7 @@ class CifarBench:
 
     def _load(self, split: str) -> Images:
         images = load_cifar(self.folder, split)
-        classes = classes_of(self.model, (32, 32))
+        classes = count_classes(self.model, (32, 32))
         # before they are used
         check_labels(str(self.folder), images.labels, self.name, classes, every=True)
         return images

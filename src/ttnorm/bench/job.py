@@ -48,7 +48,7 @@ class Network:
     def classes(self, size: tuple[int, int]) -> int:
         """How many classes it tells apart, asked once for every size of images."""
         if size not in self._classes:
-            self._classes[size] = classes_of(self.model, size)
+            self._classes[size] = count_classes(self.model, size)
         return self._classes[size]
 
 
@@ -200,7 +200,7 @@ def method_options(network: Network, data: Domains, job: Job) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def classes_of(model: nn.Module, size: tuple[int, int]) -> int:
+def count_classes(model: nn.Module, size: tuple[int, int]) -> int:
     """How many classes a network tells apart, found by asking a copy of it."""
     asked, shape = copy.deepcopy(model).eval(), (2, 3, *size)
     try:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+CONCENTRATION = 0.1  # of the Dirichlet distribution that spreads classes over time
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -105,8 +107,6 @@ def dirichlet(
     labels: Tensor,
     batch_size: int,
     generator: Generator,
-    *,
-    concentration: float = 0.1,
 ) -> list[Segment]:
     """Domain after domain, in each of which classes come and go.
 
@@ -119,7 +119,7 @@ def dirichlet(
     for label in range(classes):
         order = torch.randperm(int((labels == label).sum()), generator=generator)
         images = torch.nonzero(labels == label).flatten()[order]
-        spread = rng.dirichlet([concentration] * classes).cumsum()[:-1]
+        spread = rng.dirichlet([CONCENTRATION] * classes).cumsum()[:-1]
         for stretch, part in zip(
             stretches, images.tensor_split((spread * len(images)).astype(int).tolist()), strict=True
         ):
@@ -159,7 +159,10 @@ SCENARIOS: dict[str, Scenario] = {
     "mixed-pairs": Scenario(mixed_pairs, "halves of a batch from random domains", "never"),
     "class-sorted": Scenario(class_sorted, "by class", "every domain", needs_classes=True),
     "dirichlet": Scenario(
-        dirichlet, "classes come and go, concentration 0.1", "every domain", needs_classes=True
+        dirichlet,
+        f"classes come and go, concentration {CONCENTRATION}",
+        "every domain",
+        needs_classes=True,
     ),
     **{
         f"alternating-{every}": Scenario(

@@ -21,7 +21,7 @@ from ..augment import DOMAIN_PARTS, Augment, domain_shift, prior_shift
 from ..data.corruptions import CORRUPTIONS, corrupt
 from ..data.images import Images
 from ..data.loader import DeviceLoader
-from ..fitting import as_json
+from ..fitting import as_json, averaged
 from ..models import zoo
 from ..posttrain import PostTrainConfig, optimise_alpha, post_train_
 from ..prior import estimate_prior
@@ -135,7 +135,7 @@ def fit_variant(
     model = copy.deepcopy(model)
     if variant.average is not None:
         default = fit_variant("default", network, model, source, seed, folder)
-        convert_(model, _averaged(artefact.read(default)[0], variant.average))
+        convert_(model, averaged(artefact.read(default)[0], variant.average))
     else:
         checkpoint = path.with_suffix(".checkpoint")
         _fit_(variant, model, source, seed, checkpoint)
@@ -210,11 +210,3 @@ def _corrupted(
     pixels = (images * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
     moved = corrupt(pixels, corruption, SEVERITY, seed=seed, textures=textures)
     return torch.from_numpy(moved).permute(0, 3, 1, 2).to(images) / 255
-
-
-def _averaged(alpha: dict[str, Tensor], over: str) -> dict[str, Tensor]:
-    everything = torch.cat(list(alpha.values())).mean()
-    return {
-        name: (a.mean() if over == "layer" else everything).expand_as(a).clone()
-        for name, a in alpha.items()
-    }

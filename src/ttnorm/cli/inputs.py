@@ -152,13 +152,15 @@ def loader(
 
 def check_loader(loader: Loader, spec: str, model: nn.Module, network: str, dataset: str) -> None:
     """Raise if images do not fit the network, or are of classes that it does not tell apart."""
-    from ..bench.job import check_labels, classes_of
+    from ..bench.job import check_labels, count_classes
     from ..data.loader import DeviceLoader
 
     if isinstance(loader, DeviceLoader):
         height, width = loader.images.shape[-2:]
         every = dataset_named(dataset) == "cifar"
-        check_labels(spec, loader.labels, network, classes_of(model, (height, width)), every=every)
+        check_labels(
+            spec, loader.labels, network, count_classes(model, (height, width)), every=every
+        )
     elif not isinstance(loader, Iterable):
         raise TypeError(f"{spec} returned a {type(loader).__name__}, expected batches (x, y).")
     elif not isinstance(loader, Iterator):  # what one gives it gives once

@@ -31,7 +31,7 @@ class NoAdaptation:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.memory is None else {"norms": self.memory.stream_state()}
+        return {} if self.memory is None else {"norms": self.memory.memory_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != set(self.state_dict()):
@@ -40,4 +40,4 @@ class NoAdaptation:
                 "method. Was it saved by another one?"
             )
         if self.memory is not None:
-            self.memory.load_stream_state(state["norms"])
+            self.memory.load_memory_state(state["norms"])

@@ -20,7 +20,7 @@ from .. import groups, kernels
 from ..capture import Repeated
 from ..memory import Stream
 from ..mixnorm import MixNorm
-from ..stream_rows import lasting
+from ..stream_rows import outside_inference_mode
 from ..surgery import STREAM, isolated, unwrap
 
 logger = logging.getLogger("ttnorm")
@@ -40,7 +40,7 @@ class AdaptationStep:
         batch_size: samples that are normalised together.
         window: samples, at least, between two updates.
         pull: adds to the vector's gradient what a number of batches adds by a regulariser.
-        after: called after an update, before it is looked at.
+        after: called after an update, before it is checked for values that are not finite.
         also: other tensors that an update changes; they are restored, saved and loaded as well.
         copies: networks beside the model whose norm starts anew with it.
         record: whether a whole window may be recorded as a CUDA graph.
@@ -78,7 +78,7 @@ class AdaptationStep:
                        if isinstance(v, Tensor)}  # fmt: skip
         self.start = {name: t.clone() for name, t in self.state.items()}
         self.good = {name: t.clone() for name, t in self.state.items()}
-        self.began: list[Any] = [memory.stream_state() for memory in self._memories()]
+        self.began: list[Any] = [memory.memory_state() for memory in self._memories()]
         self.lost = torch.zeros((), device=self.flat.vector.device)  # undone updates
         self.seen = self.updates = self.warned = self.reported = 0
         record = record and kernels.ENABLED and self.flat.vector.is_cuda
@@ -90,7 +90,7 @@ class AdaptationStep:
         """Samples until the next update, in whole batches."""
         return math.ceil((self.window - self.seen) / self.batch_size) * self.batch_size
 
-    @lasting
+    @outside_inference_mode
     def __call__(self, x: Tensor) -> Tensor:
         """The outputs, as they are before the update that they lead to; valid until the next call.
 
@@ -119,7 +119,7 @@ class AdaptationStep:
         self.flat.gradient.zero_()
         self.seen = self.updates = 0
         for memory, state in zip(self._memories(), self.began, strict=True):
-            memory.load_stream_state(state)
+            memory.load_memory_state(state)
 
     def report(self) -> int:
         """How many updates have been undone since the last report."""
@@ -132,7 +132,7 @@ class AdaptationStep:
         self._warn()
         tensors = {name: t.clone() for name, t in self.state.items()}
         counts = {"seen": self.seen, "updates": self.updates}
-        norms = {"norms": [memory.stream_state() for memory in self._memories()]}
+        norms = {"norms": [memory.memory_state() for memory in self._memories()]}
         return tensors | {"gradient": self.flat.gradient.clone()} | counts | norms
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,7 +152,7 @@ class AdaptationStep:
                     f"{tuple(tensor.shape)}. Was it saved with another network?"
                 )
         for memory, seen in zip(memories, state["norms"], strict=True):
-            memory.load_stream_state(seen)
+            memory.load_memory_state(seen)
         _copy(self.state, state)
         self.flat.gradient.copy_(state["gradient"])
         self.seen, self.updates = int(state["seen"]), int(state["updates"])
