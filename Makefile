@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: test demo lint types format bench clean
+.PHONY: test demo lint types format bench pages clean
 
 test: $(VENV)/installed  ## the whole suite
 	$(BIN)/python -m pytest -q
@@ -22,13 +22,17 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results, docs/performance.md and docs/choices.md
+bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results, then the pages
 	$(BIN)/python benchmarks/layer_cost.py
 	$(BIN)/python benchmarks/network_cost.py
 	$(BIN)/python benchmarks/prior_cost.py
 	$(BIN)/python benchmarks/evaluate_cost.py
 	$(BIN)/python benchmarks/fold_cost.py
 	$(BIN)/python benchmarks/stream_cost.py
+	$(MAKE) pages
+
+pages: $(VENV)/installed  ## docs/results.md, docs/performance.md and docs/choices.md from their records
+	$(BIN)/ttnorm report results --output docs $(patsubst %,--alpha %,$(wildcard src/ttnorm/models/assets/*[0-9].ttn.safetensors))
 	$(BIN)/python benchmarks/page.py
 	$(BIN)/python benchmarks/choices.py
 

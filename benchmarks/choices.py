@@ -84,8 +84,8 @@ CHOICES = (
         "both shifts, twice as wide, in groups of 1 to 64 with the source as 4 samples for "
         "ImageNet, the lowest mean over both networks; the domain shift, twice as wide, for 30 "
         "epochs for CamVid.",
-        "Alpha fitted under the domain shift or, with the prior's grayscale and inversion, under "
-        "both, with ranges of jitter and blur that are wider by a factor; for ImageNet in groups "
+        'Alpha fitted under the domain shift alone, or ("both") with grayscale and inversion '
+        "added, with jitter and blur some times as wide as CIFAR's; for ImageNet in groups "
         "of several sizes, and with the source counting for some samples beside them. Fitted on "
         "every other source image and scored on the rest, or, for CamVid, fitted on the training "
         "set and scored on the validation set: errors, or what masks lack of overlapping "

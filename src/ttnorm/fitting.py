@@ -151,15 +151,23 @@ class Fit:
         _check_same_on_all_ranks(steps)
         done = len(self.history) * (steps or 0)
         progress = Progress("post-training", config.epochs * steps if steps else None, done)
-        while len(self.history) < config.epochs and not self.saturated():
-            with reproducible(loader, config.seed, 1 + len(self.history)) as generator:
-                self.epoch(loader, generator, progress)
-            if checkpoint is not None and rank() == 0:
-                write_atomically(checkpoint, *self.checkpoint(identity))
-        progress.close()
-        self.descend.clear()  # graphs hold memory of their own
+        try:
+            while len(self.history) < config.epochs and not self.saturated():
+                with reproducible(loader, config.seed, 1 + len(self.history)) as generator:
+                    self.epoch(loader, generator, progress)
+                if checkpoint is not None and rank() == 0:
+                    write_atomically(checkpoint, *self.checkpoint(identity))
+            progress.close()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of graphs, which hold memory of their own, and of what would keep the process group's
+        threads running when a program ends."""
+        self.descend.clear()
         self.shift_and_descend.clear()
         self.graphs = None
+        self.call = self.network
 
     def epoch(self, loader: Loader, generator: Generator, progress: Progress) -> None:
         done, started = len(self.history), time.monotonic()

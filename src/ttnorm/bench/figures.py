@@ -17,7 +17,7 @@ from ..data.corruptions import CORRUPTIONS
 from .records import Record, variant_of
 from .tables import METHOD_NAMES, NAMES, by_batch_size, by_domain, score_name
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; TTN always has the same one
+# Okabe and Ito's colours and Tol's, for colour-blind readers; TTN always has the same one
 _COLOURS = {
     "Source (CBN)": "#7f7f7f",
     "TBN": "#d55e00",
@@ -34,9 +34,11 @@ _COLOURS = {
     "TTN (stream, one pool)": "#999933",
 }
 _THICK = ("TTN", "TTN (stream)")
-# A norm has its colour whatever adapts over it; what does has a line and a marker
+# A norm has its colour whatever adapts over it; what does has a line and a marker, and so have
+# norms whose colours some readers cannot tell from another's
 _LINES = {"": "o-", "TENT": "^--", "SWR": "s:", "CoTTA": "D-.", "online": "v-."}
 _LINES |= {METHOD_NAMES["sliding"]: "x-."}
+_NORM_LINES = {"AdaptiveBN": "P-", "α-BN": "X-", "EMA": "*-", "TTN (stream, one pool)": "o--"}
 
 
 def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> Figure:
@@ -49,7 +51,8 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
     for name, cells in table.rows:
         method, norm = _method_and_norm(name)
         errors = [float("nan") if c.ours is None else c.ours for c in cells[:-1]]
-        colour, line_style = _COLOURS.get(norm), _LINES.get(method, "o-")
+        line_style = _LINES.get(method, "o-") if method else _NORM_LINES.get(norm, "o-")
+        colour = _COLOURS.get(norm)
         (line,) = axes.plot(sizes, errors, line_style, markersize=4, label=name, color=colour)
         # thin lines over thick ones: both are seen where they are the same
         line.set(linewidth=3.2 if name in _THICK else 1.3, zorder=3 if name in _THICK else 4)
@@ -61,7 +64,7 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
         every = [c.ours for _, cells in table.rows for c in cells[:-1] if c.ours is not None]
         ceiling = min(1.6 * max(plain), 1.05 * max(every), 101.0)
         axes.set_ylim(min(every) * 0.9, ceiling)
-        _mark_what_is_above(axes, ceiling)
+        _tell_what_is_above(axes, ceiling)
     axes.set_xlabel("images in a test batch")
     axes.set_ylabel(score_name(records))
     axes.set_title(f"{_what(records, dataset)}, {scenario}", loc="left")
@@ -88,11 +91,10 @@ def error_by_domain(
     dataset: str,
     scenario: str,
     batch_size: int,
-    norms: Sequence[str] = ("source", "tbn", "ttn"),
 ) -> Figure:
-    """Error under every corruption, a bar per norm: those named, or all where none of them is."""
+    """Error under every corruption, a bar for source, TBN and TTN, or for all norms if none is."""
     records = [r for r in records if r["method"] == "none"]
-    chosen = [r for r in records if r["norm"] in norms] or records
+    chosen = [r for r in records if r["norm"] in ("source", "tbn", "ttn")] or records
     table = by_domain(chosen, dataset=dataset, scenario=scenario, batch_size=batch_size)
     figure, axes = _figure(9.0, 3.8)
     width = 0.8 / len(table.rows)
@@ -196,23 +198,12 @@ def scenes(rows: Mapping[str, Tensor], classes: Sequence[str], title: str) -> Fi
     return figure
 
 
-def _mark_what_is_above(axes: Axes, ceiling: float) -> None:
-    """Say how far lines go that leave the picture at the top."""
-    errors = {line: np.asarray(line.get_ydata(), dtype=float) for line in axes.lines}
-    last = {line: values[~np.isnan(values)][-1] for line, values in errors.items()}
-    above = [line for line, error in last.items() if error > ceiling]
-    for place, line in enumerate(above):
-        axes.annotate(
-            f"{line.get_label()}: {last[line]:.0f} % ↑",
-            (len(np.asarray(line.get_ydata())) - 1, 0.98 - 0.06 * place),
-            xycoords=("data", "axes fraction"),
-            ha="right",
-            va="top",
-            color=line.get_color(),
-            fontsize=8,
-            zorder=6,  # above the lines that pass behind it
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-        )
+def _tell_what_is_above(axes: Axes, ceiling: float) -> None:
+    """Have the legend say how far lines go that leave the picture at the top."""
+    for line in axes.lines:
+        highest = np.nanmax(np.asarray(line.get_ydata(), dtype=float))
+        if highest > ceiling:
+            line.set_label(f"{line.get_label()}, up to {highest:.0f} %")
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 200) -> None:
