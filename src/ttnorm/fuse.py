@@ -49,7 +49,7 @@ def fuse(model: nn.Module) -> fx.GraphModule:
     """
     model = unwrap(model)
     refuse_stream(model, "fuse")
-    if has_hooks(model):
+    if model._forward_pre_hooks or model._forward_hooks:
         raise ValueError(
             "The network has hooks of its own, which its copy would not call. Do what they do "
             "outside, or in a network around this one."

@@ -109,10 +109,22 @@ def post_train():
     }
 
 
+def uneven():
+    """Whether loaders with other numbers of batches are refused, on every rank."""
+    batch = (torch.rand(4, 3, 10, 10, dtype=torch.float64), torch.arange(4))
+    loader = [batch] * (3 - dist.get_rank())
+    refused = torch.zeros(1)
+    try:
+        ttnorm.post_train_(network(), loader, ttnorm.PostTrainConfig(epochs=1))
+    except ValueError as error:
+        refused += "have 3, 2 batches" in str(error)
+    return {"uneven": gathered(refused)}
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     counted = {f"counted {name}": value for name, value in sync_layer(source_count=3.0).items()}
-    tensors = sync_layer() | counted | post_train()
+    tensors = sync_layer() | counted | post_train() | uneven()
     if dist.get_rank() == 0:
         save_file(tensors, sys.argv[1])
     dist.destroy_process_group()

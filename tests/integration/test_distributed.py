@@ -66,6 +66,11 @@ def test_ranks_know_the_same_of_source_images(results, known):
     assert torch.equal(first, second)
 
 
+def test_ranks_with_other_numbers_of_batches_are_refused(results):
+    """One of them would wait for ever."""
+    assert [r["uneven"].tolist() for r in results] == [[0], [1, 1]]
+
+
 def test_a_checkpoint_of_two_ranks_resumes(results):
     for layer in ("1", "4"):
         assert torch.equal(results[1][f"resumed {layer}"], results[1][f"alpha {layer}"])

@@ -271,6 +271,13 @@ class TestFigures:
         assert lines["TTN"] == [12.0, 12.0]
         assert lines["Source (CBN)"] == [27.0, 27.0]
 
+    def test_a_line_that_leaves_the_picture_says_in_the_legend_how_far(self):
+        records = RECORDS + all_domains("tbn", 2, 85)
+        options = {"dataset": "cifar10-c", "scenario": "single"}
+        axes = figures.error_by_batch_size(records, **options).axes[0]
+        labels = {line.get_label() for line in axes.lines}
+        assert labels == {"Source (CBN)", "TBN, up to 92 %", "TTN"}
+
     def test_error_by_domain_draws_a_bar_for_each(self):
         options = {"dataset": "cifar10-c", "scenario": "single", "batch_size": 200}
         figure = figures.error_by_domain(RECORDS, **options)

@@ -201,7 +201,7 @@ def scenes(rows: Mapping[str, Tensor], classes: Sequence[str], title: str) -> Fi
 def _tell_what_is_above(axes: Axes, ceiling: float) -> None:
     """Have the legend say how far lines go that leave the picture at the top."""
     for line in axes.lines:
-        highest = np.nanmax(np.asarray(line.get_ydata(), dtype=float))
+        highest = np.nanmax(np.asarray(line.get_ydata(), dtype=float), initial=0.0)
         if highest > ceiling:
             line.set_label(f"{line.get_label()}, up to {highest:.0f} %")
 
