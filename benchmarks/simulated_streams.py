@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ttnorm
 from ttnorm.bench.alongside import alongside
 from ttnorm.bench.scenarios import Segment, joined, segments
-from ttnorm.surgery import STREAM
+from ttnorm.tree import STREAM
 
 IMAGES = 500  # in each domain
 ORDERS = {

@@ -22,7 +22,7 @@ import ttnorm
 from ttnorm.data.loader import DeviceLoader
 from ttnorm.models import zoo
 from ttnorm.shallow import content_of
-from ttnorm.surgery import CLASSES, CONTENT
+from ttnorm.tree import CLASSES, CONTENT
 
 COLUMNS = ("random", "sorted by class", "alternating", "mixed")
 OPTIONS: dict[str, tuple[Any, ...]] = {

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ttnorm import artefact, surgery
+from ttnorm import artefact, surgery, tree
 from ttnorm.bench.job import Domains, Network
 from ttnorm.classes import classes_of
 from ttnorm.shallow import content_of
@@ -49,8 +49,8 @@ def tested(folder) -> Network:
             alpha.copy_(torch.rand(alpha.shape, generator=g))
         clean = torch.rand(64, 3, 32, 32, generator=g)
         loader = [(clean, torch.arange(64) % 10)]
-        model.__dict__[surgery.CONTENT] = content_of(model, loader)
-        model.__dict__[surgery.CLASSES] = classes_of(model, loader)
+        model.__dict__[tree.CONTENT] = content_of(model, loader)
+        model.__dict__[tree.CLASSES] = classes_of(model, loader)
         files[kind] = folder / f"{kind}.ttn.safetensors"
         artefact.save(model, files[kind])
     return Network("small", network(), files)

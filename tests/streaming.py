@@ -6,7 +6,7 @@ from torch import nn
 import ttnorm
 from ttnorm.classes import classes_of
 from ttnorm.shallow import content_of
-from ttnorm.surgery import CLASSES, CONTENT
+from ttnorm.tree import CLASSES, CONTENT
 
 
 def knowing_its_source(network):

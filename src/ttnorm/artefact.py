@@ -22,17 +22,8 @@ from torch import Tensor, nn
 
 from .classes import Classes
 from .routing import Content
-from .surgery import (
-    CLASSES,
-    CONFIG,
-    CONTENT,
-    alphas,
-    batchnorm_layers,
-    convert_,
-    known_of,
-    remember_,
-    ttn_layers,
-)
+from .surgery import alphas, convert_
+from .tree import CLASSES, CONFIG, CONTENT, batchnorm_layers, known_of, remember_, ttn_layers
 from .version import __version__
 
 FORMAT = "ttnorm-alpha"

@@ -21,7 +21,8 @@ from .batches import Loader, batches, describe
 from .layers import TTNormBase
 from .pooling import FARTHEST, Moments, of_all_uses
 from .shallow import entering
-from .surgery import borrowed, device_of
+from .surgery import borrowed
+from .tree import device_of
 
 logger = logging.getLogger("ttnorm")
 

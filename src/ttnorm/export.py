@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from .stream import stream_of, stream_state
-from .surgery import STREAM, eval_mode, refuse_stream, ttn_layers, unwrap
+from .surgery import eval_mode, refuse_stream
+from .tree import STREAM, ttn_layers, unwrap
 
 
 def to_exported_program(model: nn.Module, example: Tensor) -> ExportedProgram:

@@ -33,7 +33,8 @@ from .distributed import rank, world_size
 from .layers import TTNormBase
 from .progress import Progress
 from .reproducible import reproducible
-from .surgery import device_of, isolated
+from .surgery import isolated
+from .tree import device_of
 
 if TYPE_CHECKING:
     from .posttrain import PostTrainConfig

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from .layers import TTNormAct2d, TTNormBase
-from .surgery import CLASSES, CONTENT, known_of, refuse_stream, remember_, ttn_layers, unwrap
+from .surgery import refuse_stream
 from .tracing import has_hooks, trace
+from .tree import CLASSES, CONTENT, known_of, remember_, ttn_layers, unwrap
 
 _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -14,18 +14,9 @@ from torch import Tensor, fx, nn
 from . import kernels
 from .arguments import check_arguments
 from .layers import TTNormAct2d, TTNormBase
-from .surgery import (
-    CLASSES,
-    CONFIG,
-    CONTENT,
-    eval_mode,
-    known_of,
-    refuse_stream,
-    remember_,
-    ttn_layers,
-    unwrap,
-)
+from .surgery import eval_mode, refuse_stream
 from .tracing import has_hooks, trace
+from .tree import CLASSES, CONFIG, CONTENT, known_of, remember_, ttn_layers, unwrap
 
 _ADD = (operator.add, operator.iadd, torch.add)
 _RELU = (F.relu, torch.relu, torch.relu_)

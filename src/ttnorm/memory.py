@@ -37,7 +37,7 @@ from .shallow import describe_frames
 from .stream_config import StreamConfig
 from .stream_frames import Frames, Places, usable, without_autocast
 from .stream_rows import State, StreamRows, outside_inference_mode
-from .surgery import CLASSES, CONTENT, known_of, ttn_layers
+from .tree import CLASSES, CONTENT, known_of, ttn_layers
 from .trust import Unlike, compare, trust, unknown
 
 NEGLIGIBLE = 0.02  # a batch that is less of its stream's window has no say in its own statistics

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from .functional import batch_moments, mix_moments, normalise
 from .layers import TTNormBase
-from .surgery import convert_, ttn_layers
+from .surgery import convert_
+from .tree import ttn_layers
 
 
 class MixNorm(nn.Module):

@@ -23,7 +23,8 @@ from torch import nn
 from . import artefact
 from .mixnorm import MixNorm
 from .stream import stream_, stream_of
-from .surgery import CONFIG, alphas, convert_, known_of, remember_
+from .surgery import alphas, convert_
+from .tree import CONFIG, known_of, remember_
 
 AlphaPath = str | os.PathLike[str]
 

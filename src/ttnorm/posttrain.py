@@ -32,7 +32,8 @@ from .fitting import Checkpoint, Fit, as_json
 from .prior import estimate_prior
 from .reproducible import reproducible, warn_of_lasting_workers
 from .shallow import content_of
-from .surgery import CLASSES, CONFIG, CONTENT, borrowed, convert_, remember_
+from .surgery import borrowed, convert_
+from .tree import CLASSES, CONFIG, CONTENT, remember_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

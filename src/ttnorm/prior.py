@@ -26,7 +26,8 @@ from .functional import affine_gradients, normalise
 from .layers import TTNormBase
 from .native import moment_dtype
 from .progress import Progress
-from .surgery import borrowed, device_of, replaced, unwrap
+from .surgery import borrowed, replaced
+from .tree import device_of, unwrap
 
 logger = logging.getLogger("ttnorm")
 RARE = 1 / 32  # of the samples: a channel to which fewer give a gradient cannot be judged

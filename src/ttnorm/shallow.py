@@ -15,7 +15,8 @@ from .functional import batch_moments, normalise
 from .layers import TTNormBase
 from .pooling import Moments, in_units
 from .routing import Content, describe, measure_content
-from .surgery import borrowed, device_of, replaced
+from .surgery import borrowed, replaced
+from .tree import device_of
 
 DEPTH = 3  # norms that content is measured in
 SAMPLES = 2048  # source images that content is measured with

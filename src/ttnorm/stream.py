@@ -30,7 +30,8 @@ from .memory import Stream
 from .pooling import average
 from .stream_config import StreamConfig
 from .stream_rows import Id
-from .surgery import CONTENT, STREAM, end_stream_, known_of, unwrap
+from .surgery import end_stream_
+from .tree import CONTENT, STREAM, known_of, unwrap
 from .version import __version__
 
 FORMAT = "ttnorm-stream"

@@ -8,7 +8,6 @@ references stay valid, and `revert_` has nothing to copy.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -30,11 +27,19 @@ from .layers import (
     TTNormBase,
     TTSyncNorm,
 )
+from .tree import (
+    CLASSES,
+    CONFIG,
+    CONTENT,
+    STREAM,
+    batchnorm_layers,
+    known_of,
+    norms_in,
+    remember_,
+    ttn_layers,
+    unwrap,
+)
 
-STREAM = "_ttnorm_stream"  # the attribute of a network that remembers: see `stream`
-# What a network may know: how its alpha was made, how source images vary (see `shallow`), and what
-# their classes do to statistics (see `classes`)
-CONFIG, CONTENT, CLASSES = "_ttnorm_config", "_ttnorm_content", "_ttnorm_classes"
 OPTIONS = ("cross_term", "source_count", "group_size", "sync")  # of a layer, beside alpha
 # By name, so that neither torchvision nor timm has to be installed.
 _CONVERTED: dict[str, type[TTNormBase]] = {
@@ -124,34 +129,9 @@ def end_stream_(model: nn.Module) -> nn.Module:
     return model
 
 
-def known_of(model: nn.Module, what: str) -> Any:
-    """CONFIG, CONTENT or CLASSES: of a network, or of the one inside it that has all its layers."""
-    return next((part.__dict__[what] for part in _knowing(model, what)), None)
-
-
-def remember_(model: nn.Module, what: str, value: Any) -> None:
-    """Have a network know this and nothing else of the kind; None is nothing."""
-    owner = next(iter(_knowing(model, what)), unwrap(model))
-    for part in unwrap(model).modules():
-        part.__dict__.pop(what, None)
-    if value is not None:
-        owner.__dict__[what] = value
-
-
-def _knowing(model: nn.Module, what: str) -> Iterator[nn.Module]:
-    """The network and those inside it that know this of all its layers."""
-    network = unwrap(model)
-    layers = _norms(network)
-    yield from (m for m in network.modules() if what in m.__dict__ and _norms(m) == layers)
-
-
-def _norms(module: nn.Module) -> list[TTNormBase]:
-    return [m for m in module.modules() if isinstance(m, TTNormBase)]
-
-
 def refuse_stream(model: nn.Module, what: str) -> None:
     """Raise if layers of the network remember a stream, which `what` would ignore."""
-    if any("standardise" in layer.__dict__ for layer in _norms(model)):
+    if any("standardise" in layer.__dict__ for layer in norms_in(model)):
         raise ValueError(
             f"{what} knows no streams. Call ttnorm.end_stream_ before, with the network that "
             "stream_ was given; one that was put under MixNorm stays there."
@@ -303,39 +283,6 @@ def borrowed(
             parameter.requires_grad_(required)
 
 
-def ttn_layers(model: nn.Module) -> dict[str, TTNormBase]:
-    """Every test-time normalization layer by name; raises when there is none."""
-    layers = {name: m for name, m in _modules(model) if isinstance(m, TTNormBase)}
-    if not layers:
-        raise ValueError(
-            "The model has no test-time normalization layers. Call ttnorm.convert_, "
-            "ttnorm.load_ or ttnorm.post_train_ first."
-        )
-    return layers
-
-
-def batchnorm_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every BatchNorm layer by name, converted or not; raises when there is none."""
-    layers = {name: m for name, m in _modules(model) if _is_batchnorm(m)}
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no BatchNorm layers, so there are no statistics to adapt."
-        )
-    return layers
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next(itertools.chain(model.parameters(), model.buffers())).device
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The bare network inside DataParallel, DistributedDataParallel or torch.compile."""
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, wrappers) else model._orig_mod  # type: ignore[assignment]
-    return model
-
-
 def _revert(layer: TTNormBase) -> None:
     # A layer that was built as TTNorm2d, not converted, becomes the BatchNorm2d it extends.
     plain = next(kind for kind in type(layer).__mro__ if not issubclass(kind, TTNormBase))
@@ -344,19 +291,6 @@ def _revert(layer: TTNormBase) -> None:
     for name in (*OPTIONS, "standardise"):
         layer.__dict__.pop(name, None)
     layer.__class__ = before
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """named_modules, under the names they have when nothing is wrapped or compiled."""
-    for name, module in unwrap(model).named_modules():
-        yield name.replace("_orig_mod.", "").removesuffix("._orig_mod"), module
-
-
-def _is_batchnorm(module: nn.Module) -> bool:
-    """Anything that normalises with running statistics, whether we know the class or not."""
-    if isinstance(module, _InstanceNorm):
-        return False
-    return isinstance(module, _BatchNorm) or {"running_mean", "running_var"} <= set(module._buffers)
 
 
 def _converted_class(name: str, layer: nn.Module) -> type[TTNormBase]:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ttnorm
-from ttnorm.surgery import CLASSES, CONTENT
+from ttnorm.tree import CLASSES, CONTENT
 
 
 def network():

@@ -13,7 +13,7 @@ from torch import nn
 import ttnorm
 from ttnorm import artefact
 from ttnorm.routing import Content
-from ttnorm.surgery import CONTENT
+from ttnorm.tree import CONTENT
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from ttnorm.methods.ttn_online import ttn_online
 from ttnorm.shallow import content_of
 from ttnorm.stream import find_domains
 from ttnorm.stream_config import MEMORIES
-from ttnorm.surgery import CLASSES, CONTENT
+from ttnorm.tree import CLASSES, CONTENT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

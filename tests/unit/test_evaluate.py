@@ -19,7 +19,7 @@ from ttnorm.bench.records import RecordFile, read_records
 from ttnorm.bench.scenarios import SCENARIOS
 from ttnorm.methods import METHODS
 from ttnorm.norms import NORMS
-from ttnorm.surgery import CONTENT
+from ttnorm.tree import CONTENT
 
 
 @pytest.fixture

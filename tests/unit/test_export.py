@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 import ttnorm
 from ttnorm.classes import classes_of
 from ttnorm.models.wide_resnet import WideResNet
-from ttnorm.surgery import CLASSES
+from ttnorm.tree import CLASSES
 
 BATCH_SIZES = (1, 2, 7, 200)
 

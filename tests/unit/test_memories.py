@@ -12,7 +12,7 @@ from ttnorm.classes import classes_of
 from ttnorm.routes import EVERY, FIRST, RECENT
 from ttnorm.shallow import content_of, describe_frames
 from ttnorm.stream import stream_of
-from ttnorm.surgery import CLASSES, CONTENT
+from ttnorm.tree import CLASSES, CONTENT
 
 
 @pytest.fixture

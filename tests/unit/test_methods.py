@@ -18,7 +18,8 @@ from ttnorm.methods.step import FlatParameters, batch_means
 from ttnorm.methods.swr import gradient_agreement, swr
 from ttnorm.methods.tent import tent
 from ttnorm.methods.ttn_online import RATES, settings, ttn_online
-from ttnorm.surgery import alphas, ttn_layers
+from ttnorm.surgery import alphas
+from ttnorm.tree import ttn_layers
 
 WINDOW = 12
 

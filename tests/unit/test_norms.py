@@ -6,7 +6,7 @@ import small_network
 import torch
 from torch import nn
 
-from ttnorm import norms, surgery
+from ttnorm import norms, surgery, tree
 from ttnorm.mixnorm import MixNorm, running_average
 
 
@@ -50,7 +50,7 @@ def test_baselines_leave_the_cross_term_out_and_ttn_does_not(tmp_path):
         model = norms.apply_norm_(
             small_network.network(), name, batch_size=4, alpha_file=files["ttn"]
         )
-        assert {layer.cross_term for layer in surgery.ttn_layers(model).values()} == {cross_term}
+        assert {layer.cross_term for layer in tree.ttn_layers(model).values()} == {cross_term}
 
 
 def test_scaled_is_a_fraction_of_alpha(tmp_path):
@@ -62,7 +62,7 @@ def test_scaled_is_a_fraction_of_alpha(tmp_path):
 def test_counted_is_alpha_by_batch_size(tmp_path):
     file = small_network.tested(tmp_path).alpha_files["ttn"]
     model = norms.apply_norm_(small_network.network(), "ttn-counted", batch_size=1, alpha_file=file)
-    assert {layer.source_count for layer in surgery.ttn_layers(model).values()} == {2.0}
+    assert {layer.source_count for layer in tree.ttn_layers(model).values()} == {2.0}
 
 
 @pytest.mark.parametrize("name", ["ttm", "constant-", "constant-x", "constant-1.5"])

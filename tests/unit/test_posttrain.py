@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ttnorm
 from ttnorm import PostTrainConfig, optimise_alpha, post_train_
-from ttnorm.surgery import CLASSES, CONTENT
+from ttnorm.tree import CLASSES, CONTENT
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ class TestLoop:
             return images
 
         def note(module, args):
-            sizes.update(layer.group_size for layer in ttnorm.surgery.ttn_layers(module).values())
+            sizes.update(layer.group_size for layer in ttnorm.tree.ttn_layers(module).values())
 
         small_network.register_forward_pre_hook(note)
         x, y = torch.rand(60, 3, 12, 12), torch.randint(4, (60,))

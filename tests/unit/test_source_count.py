@@ -9,7 +9,8 @@ from torch._dynamo.testing import CompileCounter
 
 import ttnorm
 from ttnorm.models import zoo
-from ttnorm.surgery import borrowed, ttn_layers
+from ttnorm.surgery import borrowed
+from ttnorm.tree import ttn_layers
 
 
 def network(alpha=0.8, **options):

@@ -11,7 +11,7 @@ import ttnorm
 from ttnorm.classes import classes_of
 from ttnorm.shallow import content_of
 from ttnorm.stream import stream_of
-from ttnorm.surgery import CLASSES, CONTENT
+from ttnorm.tree import CLASSES, CONTENT
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from torchvision.ops import FrozenBatchNorm2d
 
 import ttnorm
-from ttnorm.surgery import CONFIG, borrowed, known_of, remember_
+from ttnorm.surgery import borrowed
+from ttnorm.tree import CONFIG, known_of, remember_
 
 KINDS = [
     (nn.BatchNorm1d, (5, 4)),

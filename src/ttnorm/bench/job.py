@@ -19,7 +19,7 @@ from ..data.images import VOID
 from ..methods import method_named
 from ..methods.setting import Setting
 from ..norms import norm_named
-from ..surgery import device_of
+from ..tree import device_of
 from . import scenarios
 from .scenarios import SCENARIOS, Segment
 

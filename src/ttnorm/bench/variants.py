@@ -25,7 +25,8 @@ from ..fitting import as_json, averaged
 from ..models import zoo
 from ..posttrain import PostTrainConfig, optimise_alpha, post_train_
 from ..prior import estimate_prior
-from ..surgery import CONFIG, convert_, remember_
+from ..surgery import convert_
+from ..tree import CONFIG, remember_
 
 SEVERITY = 5  # of the corruptions that are taken for augmentation
 MOST_UNDER_TRUE = 10_000  # training images, the first ones: there are thirty such fits

@@ -17,7 +17,8 @@ from ..artefact import read_safetensors
 from ..augment import Augment, prior_shift
 from ..batches import Loader
 from ..distributed import rank, world_size
-from ..surgery import device_of, eval_mode
+from ..surgery import eval_mode
+from ..tree import device_of
 
 if TYPE_CHECKING:
     from ..data.imagenet import Preprocessing

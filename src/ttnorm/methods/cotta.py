@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from ..augment import Drawn, check_unit_range, domain_shift, numbers_drawn
 from ..groups import per_sample
-from ..surgery import ttn_layers
+from ..tree import ttn_layers
 from .setting import Setting
 from .step import AdaptationStep, FlatParameters, adam, batch_means, in_batches
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..surgery import ttn_layers
+from ..tree import ttn_layers
 from .step import in_batches, memory_of
 
 AT_ONCE = 2000  # samples of all windows that share a forward

@@ -21,7 +21,8 @@ from ..capture import Repeated
 from ..memory import Stream
 from ..mixnorm import MixNorm
 from ..stream_rows import outside_inference_mode
-from ..surgery import STREAM, isolated, unwrap
+from ..surgery import isolated
+from ..tree import STREAM, unwrap
 
 logger = logging.getLogger("ttnorm")
 

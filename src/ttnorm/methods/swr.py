@@ -19,7 +19,8 @@ from ..batches import Loader, batches
 from ..layers import TTNormBase
 from ..mixnorm import MixNorm
 from ..reproducible import reproducible
-from ..surgery import device_of, eval_mode, ttn_layers
+from ..surgery import eval_mode
+from ..tree import device_of, ttn_layers
 from .setting import Setting
 from .step import (
     AdaptationStep,

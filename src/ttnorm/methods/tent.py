@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..surgery import ttn_layers
+from ..tree import ttn_layers
 from .setting import Setting
 from .step import (
     AdaptationStep,
