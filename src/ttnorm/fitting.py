@@ -160,15 +160,9 @@ class Fit:
                     write_atomically(checkpoint, *self.checkpoint(identity))
             progress.close()
         finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Of graphs, which hold memory of their own, and of what would keep the process group's
-        threads running when a program ends."""
-        self.descend.clear()
-        self.shift_and_descend.clear()
-        self.graphs = None
-        self.call = self.network
+            self.descend.clear()  # graphs hold memory of their own
+            self.shift_and_descend.clear()
+            self.graphs = None
 
     def epoch(self, loader: Loader, generator: Generator, progress: Progress) -> None:
         done, started = len(self.history), time.monotonic()
