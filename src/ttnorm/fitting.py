@@ -1,4 +1,4 @@
-"""Fitting alpha: the loop behind `post_train_`, and the checkpoint it can go on from.
+"""Fitting alpha: the loop behind `post_train_`.
 
 All alphas are one flat vector here, so that a step of Adam, the clamp to [0, 1] and the regulariser
 are one operation each, and every granularity is a shorter vector that is expanded.
@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +24,11 @@ from torch import Generator, Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import kernels
-from .artefact import read_safetensors, write_atomically
+from .artefact import write_atomically
 from .augment import Drawn, moves_pixels, numbers_drawn
 from .batches import Loader, Loss, batches, cross_entropy, scalar
 from .capture import Repeated
+from .checkpoint import Checkpoint
 from .distributed import rank, world_size
 from .layers import TTNormBase
 from .progress import Progress
@@ -304,41 +304,6 @@ class Fit:
         self.history[:] = state.metadata["history"]
         self.scaler.load_state_dict(state.metadata["scaler"])
         logger.info("post-training: continuing after epoch %d", len(self.history))
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """What `Fit.checkpoint` wrote."""
-
-    tensors: dict[str, Tensor]
-    metadata: dict[str, Any]
-
-    @classmethod
-    def read(
-        cls, path: str | os.PathLike[str] | None, identity: dict[str, Any]
-    ) -> Checkpoint | None:
-        """The checkpoint of this very run, or None where there is no file."""
-        # rank 0 alone wrote it, perhaps to a disk of its own
-        found = rank() == 0 and path is not None and Path(path).exists()
-        read = [read_safetensors(path) if found and path is not None else None]
-        if path is not None and world_size() > 1:
-            dist.broadcast_object_list(read)
-        if read[0] is None:
-            return None
-        tensors, metadata = read[0]
-        for name, ours in identity.items():
-            if metadata.get(name) != ours:
-                raise ValueError(
-                    f"{path} is a checkpoint of another run: its {name} differs. Delete the file "
-                    "to start anew, or give this run a file of its own."
-                )
-        return cls(tensors, metadata)
-
-    def prior(self) -> dict[str, Tensor] | None:
-        if "prior" not in self.tensors:
-            return None
-        names, sizes = zip(*self.metadata["network"]["layers"], strict=True)
-        return dict(zip(names, self.tensors["prior"].split(sizes), strict=True))
 
 
 def as_json(config: PostTrainConfig) -> dict[str, Any]:

@@ -86,20 +86,12 @@ class NormRelu(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         norm = self.norm
-        if not isinstance(norm, TTNormBase):  # it was reverted since
-            y = norm(x)
-            return F.relu(y if residual is None else y + residual)
-        fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
-        size = min(norm.group_size or len(x), len(x))
-        if norm.source_count and size and len(x) % size:  # a last group with an alpha of its own
-            fits = False
-        if "standardise" in norm.__dict__:  # a memory has taken its place since
-            fits = False
-        if torch.is_grad_enabled() or norm.sync or not fits or not kernels.usable(x) or not size:
+        if not self._is_one_pass(x, residual):
             y = norm(x)
             return F.relu(y if residual is None else y + residual)
         tensors = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        alpha = check_arguments(x, *tensors, norm.alpha_for(size), norm.group_size)
+        alpha = norm.alpha_for(min(norm.group_size or len(x), len(x)))
+        alpha = check_arguments(x, *tensors, alpha, norm.group_size)
         return kernels.forward(
             x,
             norm.weight,
@@ -113,6 +105,17 @@ class NormRelu(nn.Module):
             residual=residual,
             relu=True,
         )[0]
+
+    def _is_one_pass(self, x: Tensor, residual: Tensor | None) -> bool:
+        norm = self.norm
+        # it may have been reverted since, or a memory have taken its place
+        if not isinstance(norm, TTNormBase) or "standardise" in norm.__dict__ or norm.sync:
+            return False
+        size = min(norm.group_size or len(x), len(x))
+        if not size or (norm.source_count and len(x) % size):  # a last group with its own alpha
+            return False
+        fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+        return fits and not torch.is_grad_enabled() and kernels.usable(x)
 
 
 def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:

@@ -26,9 +26,10 @@ from .augment import (
     shift_images,
 )
 from .batches import Loader, Loss, check_repeatable, cross_entropy
+from .checkpoint import Checkpoint
 from .classes import classes_of
 from .distributed import of_rank_0, world_size
-from .fitting import Checkpoint, Fit, as_json
+from .fitting import Fit, as_json
 from .prior import estimate_prior
 from .reproducible import reproducible, warn_of_lasting_workers
 from .shallow import content_of

@@ -332,13 +332,13 @@ def _images_of_rows(records: Sequence[Record]) -> dict[tuple[str, str], int]:
 
 def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) -> Cell:
     by_seed: dict[Any, dict[str, float]] = {}
-    alphas: dict[Any, Any] = {}
+    alphas: dict[tuple[str, int], Any] = {}  # one file for every seed of one variant
     for r in records:
         errors = by_seed.setdefault((r["seed"], variant_of(r)), {})
-        fitted = variant_of(r) or ("", 0)
-        same = alphas.setdefault(fitted, r.get("alpha")) == r.get("alpha")
-        same = same and fitted[0] == next(iter(alphas))[0]  # a seed of the same variant
-        if r["domain"] in errors or not same:
+        variant, seed = variant_of(r) or ("", 0)
+        alpha = alphas.setdefault((variant, seed), r.get("alpha"))
+        several = alpha != r.get("alpha") or len({variant for variant, _ in alphas}) > 1
+        if r["domain"] in errors or several:
             raise ValueError(
                 f"There are two records of {r['norm']} on {r['domain']} at B = {r['batch_size']}: "
                 "of other severities, networks, alpha files, images or settings. Keep these in "
