@@ -31,10 +31,11 @@ bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results, then t
 	$(BIN)/python benchmarks/stream_cost.py
 	$(MAKE) pages
 
-pages: $(VENV)/installed  ## docs/results.md, docs/performance.md and docs/choices.md from their records
+pages: $(VENV)/installed  ## docs/results.md, performance.md and choices.md from their records, api.md from docstrings
 	$(BIN)/ttnorm report results --output docs $(patsubst %,--alpha %,$(wildcard src/ttnorm/models/assets/*[0-9].ttn.safetensors))
 	$(BIN)/python benchmarks/page.py
 	$(BIN)/python benchmarks/choices.py
+	$(BIN)/python docs/make_api.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ from .layers import TTNorm1d, TTNorm2d, TTNorm3d
 from .posttrain import PostTrainConfig, PostTrainResult, optimise_alpha, post_train_
 from .prior import estimate_prior
 from .stream import (
+    Health,
     health,
     load_stream_,
     reset_stream_,
@@ -23,6 +24,7 @@ from .surgery import alphas, convert_, end_stream_, isolated, revert_
 from .version import __version__
 
 __all__ = [
+    "Health",
     "PostTrainConfig",
     "PostTrainResult",
     "StreamConfig",
