@@ -27,6 +27,7 @@ from .pooling import (
     cell_moments,
     in_units,
     of_all_uses,
+    plausible,
     remember,
     share_of_new,
     shares,
@@ -63,6 +64,7 @@ class Stream(StreamRows):
         self.unit_var = self._flat([layer.running_var for layer in self.layers]).clamp_min(1e-12)
         self.unit = self.unit_var.sqrt()
         self.ones = torch.ones_like(self.unit)
+        self.ends = torch.tensor(self.sizes, device=self.unit.device).cumsum(0)
         # parts of a memory, each with its part of the window: no more than there are classes
         self.cells = config.buckets if config.memory == "balanced" else 1
         self.classes_known = False  # how many there are, as the first output tells
@@ -240,8 +242,9 @@ class Stream(StreamRows):
         if now is None:  # no frames came
             return
         with without_autocast(now.counts):
-            moments = in_units(*self._moments(now), self.source_mean, self.unit)
-            self._take(now, moments, output)
+            moments, source = self._moments(now), (self.source_mean, self.unit)
+            now.counts = now.counts * plausible(*moments, *source, self.ends)
+            self._take(now, in_units(*moments, *source), output)
         streams = self.group.expand(now.group.shape[0])
         taken = shares(streams, now.counts, len(self.active))[1].long()
         every = shares(streams, torch.ones_like(now.counts), len(self.active))[1].long()
@@ -350,7 +353,16 @@ class Stream(StreamRows):
 
     @outside_inference_mode
     def to(self, device: torch.device) -> None:
-        for name in ("source_mean", "unit", "unit_var", "ones", "spread", "active", "group"):
+        for name in (
+            "source_mean",
+            "unit",
+            "unit_var",
+            "ones",
+            "ends",
+            "spread",
+            "active",
+            "group",
+        ):
             setattr(self, name, getattr(self, name).to(device))
         if self.classes is not None:
             self.classes = Classes(*(t.to(device) for t in self.classes))

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .functional import mix_moments
 
 Moments = tuple[Tensor, Tensor]
 FARTHEST = 10.0  # standard deviations of the source: no frame's moments count as further away
+MOST_BEYOND = 0.5  # of a layer's channels: a frame with more of them further away is no picture
 
 
 def in_units(mean: Tensor, var: Tensor, source_mean: Tensor, unit: Tensor) -> Moments:
@@ -34,6 +36,30 @@ def in_units(mean: Tensor, var: Tensor, source_mean: Tensor, unit: Tensor) -> Mo
     # what is not a number counts as the source, and infinity as far away
     mean = mean.nan_to_num(0.0).clamp(-FARTHEST, FARTHEST)
     return mean, var.nan_to_num(1.0).clamp(0.0, FARTHEST**2)
+
+
+def plausible(mean: Tensor, var: Tensor, source_mean: Tensor, unit: Tensor, ends: Tensor) -> Tensor:
+    """Which samples may be remembered, by their moments in all layers side by side, (N, T): (N,).
+
+    Not those that are cut off by `in_units` in most channels of any one layer. No weather does that
+    to a picture; a forgotten division by 255 does.
+
+    Args:
+        unit: see `in_units`.
+        ends: where in T the layers end, (layers,).
+
+    Example:
+        >>> zero, one = torch.zeros(3), torch.ones(3)
+        >>> mean = torch.tensor([[0.0, 0.0, 3.0], [0.0, 0.0, 30.0]])
+        >>> plausible(mean, torch.ones(2, 3), zero, one, torch.tensor([2, 3]))
+        tensor([ True, False])
+    """
+    near = (mean - source_mean).abs() <= FARTHEST * unit  # NaN is not
+    beyond = ~(near & (var <= (FARTHEST * unit).square()))
+    # whole numbers, whose sums are the same every time on a GPU, too
+    until = F.pad(beyond.cumsum(1, dtype=torch.long), (1, 0))
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    return (until[:, ends] - until[:, ends - sizes] <= MOST_BEYOND * sizes).all(1)
 
 
 def shares(cells: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:

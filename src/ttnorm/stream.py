@@ -176,9 +176,10 @@ class Health:
         shift: how far its statistics are from the source's: the mean over channels, weighted by
             alpha, of the Gaussian divergence between them. 0 is the source.
         effective_count: frames that its memory is worth.
-        frames: that it has seen and not rejected.
-        rejected: frames that were not finite or of one colour, and are not remembered.
-        domains: that are told apart in it; 1 unless its memory is routed.
+        frames: how many it has seen and not rejected.
+        rejected: how many were not finite, of one colour or of an impossible scale, and are not
+            remembered.
+        domains: how many are told apart in it; 1 unless its memory is routed.
     """
 
     shift: float

@@ -10,9 +10,14 @@ from streaming import frames, knowing_its_source, outputs
 from torch import nn
 
 import ttnorm
-from ttnorm import StreamConfig
+from ttnorm import StreamConfig, pooling
 from ttnorm.artefact import read_safetensors, write_atomically
+from ttnorm.data.cifar import load_cifar
+from ttnorm.data.corruptions import CORRUPTIONS, corrupt
+from ttnorm.demo import ASSETS
+from ttnorm.models import zoo
 from ttnorm.pooling import FARTHEST
+from ttnorm.routes import EVERY
 from ttnorm.stream import stream_of
 from ttnorm.stream_config import MEMORIES
 
@@ -133,9 +138,27 @@ class TestBadFrames:
         stream_of(network).load_memory_state(state)
         torch.testing.assert_close(network(torch.cat((good, bad)))[:3], expected)
 
+    @pytest.mark.parametrize("scale", [255.0, -1e3, 1e9, 1e30, 1e38])
+    def test_frames_of_another_scale_change_no_prediction_to_come(self, network, memory, scale):
+        """Whether one comes among the first frames, or many where domains are looked for."""
+        good = frames(6 * EVERY)
+        ttnorm.stream_(network, memory=memory)
+        expected = outputs(network, good, 4)
+        ttnorm.reset_stream_(network)
+        found = []
+        for batch in good.split(4):
+            assert network(scale * frames(1)).shape == (1, 4)
+            found.append(network(batch))
+        assert torch.equal(torch.cat(found), expected)
+        health = ttnorm.health(network)[None]
+        assert (health.frames, health.rejected) == (len(good), len(found))
+
     @pytest.mark.parametrize("scale", [1e3, 1e9, -1e9, 1e30, 1e38])
-    def test_one_frame_moves_the_memory_no_further_than_its_share(self, network, memory, scale):
+    def test_one_frame_moves_the_memory_no_further_than_its_share(
+        self, network, memory, scale, monkeypatch
+    ):
         """The documented bound: 2 x FARTHEST standard deviations of the source, times its share."""
+        monkeypatch.setattr(pooling, "MOST_BEYOND", 1.0)  # as if no frame were refused for that
         ttnorm.stream_(network, memory=memory)
         outputs(network, frames(60), 4)
         stream = stream_of(network)
@@ -147,6 +170,21 @@ class TestBadFrames:
         spread = (stream.state["var"] - before["var"]).abs().amax(2)
         assert (spread <= 5 * FARTHEST**2 * share * 1.001).all()
         assert all(t.isfinite().all() for t in stream.state.values())
+
+
+@pytest.mark.parametrize("network_name", zoo.NETWORKS)
+def test_pictures_are_remembered_in_any_weather_and_not_at_another_scale(network_name):
+    pixels = load_cifar(ASSETS / "cifar10", "test").images[:20].permute(0, 2, 3, 1).numpy()
+    network = zoo.load(network_name)
+    ttnorm.load_(network, zoo.alpha_files(network_name)["ttn"])
+    with torch.no_grad():
+        for corruption in set(CORRUPTIONS) - {"frost"}:  # which wants pictures of frost
+            x = torch.from_numpy(corrupt(pixels, corruption, 5)).permute(0, 3, 1, 2) / 255
+            ttnorm.stream_(network)
+            network(x)
+            network(30 * x)
+            health = ttnorm.health(network)[None]
+            assert (health.frames, health.rejected) == (20, 20), corruption
 
 
 def test_features_without_pixels_are_remembered_unless_all_alike():
