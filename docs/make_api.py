@@ -73,7 +73,8 @@ def page() -> str:
         "and return it where there is nothing else to return.",
         "In signatures, a `Loader` is anything that yields batches `(x, y)` every time it is gone "
         "through, a `Loss` a function `(output, y) -> scalar`, an `Augment` a function `(images, "
-        'generator) -> images`, `Per` is "batch" or "image", and an `Id` anything hashable.',
+        'generator) -> images`, `Per` is "batch" or "image", an `Id` anything hashable, and `M` '
+        "the class of your network.",
     ]
     for title, things in GROUPS.items():
         parts.append(f"## {title}")

@@ -1,8 +1,16 @@
-"""What `functional.test_time_norm` refuses, and what it says then."""
+"""What functions refuse, and what they say then."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
+
+
+def check_whole(name: str, value: Any, *, at_least: int) -> None:
+    """Raise on anything but a whole number that is large enough."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name} is {value!r}, expected a whole number of at least {at_least}.")
 
 
 def check_arguments(
@@ -14,7 +22,7 @@ def check_arguments(
     alpha: Tensor,
     group_size: int | None,
 ) -> Tensor:
-    """Raise on what cannot be normalised; return alpha as (C,)."""
+    """Raise on what `functional.test_time_norm` cannot normalise; return alpha as (C,)."""
     if not x.is_floating_point():
         raise TypeError(
             f"x is {x.dtype}, expected a floating point tensor. Convert it with .float()."

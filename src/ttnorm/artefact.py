@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .classes import Classes
 from .routing import Content
 from .surgery import alphas, convert_
-from .tree import CLASSES, CONFIG, CONTENT, batchnorm_layers, known_of, remember_, ttn_layers
+from .tree import CLASSES, CONFIG, CONTENT, M, batchnorm_layers, known_of, remember_, ttn_layers
 from .version import __version__
 
 FORMAT = "ttnorm-alpha"
@@ -80,12 +80,12 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_(
-    model: nn.Module,
+    model: M,
     path: str | os.PathLike[str],
     *,
     strict: bool = True,
     source_count: float | None = None,
-) -> nn.Module:
+) -> M:
     """Turn BatchNorm layers into test-time normalization layers with the alphas of a file.
 
     Args:
@@ -172,22 +172,14 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
 def fingerprint(model: nn.Module) -> dict[str, Any]:
     """Layer names, channels, and a hash of the running statistics that tells networks apart.
 
-    The hash is taken at the statistics' precision and at every lower one, so that a network which
-    was cast to half precision for production is still recognised.
+    The hash is taken in float32 and in both half precisions, so that a network which was cast to
+    one of them for production is still recognised; of that network, in its own.
     """
     layers = batchnorm_layers(model)
     stats = [t for m in layers.values() for t in (m.running_mean, m.running_var)]
     stats = [t.detach().cpu() for t in stats]  # type: ignore[operator]
-    own = stats[0].dtype
-    precisions = (
-        [own]
-        if own in (torch.float16, torch.bfloat16)
-        else [
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-        ]
-    )
+    own, half = stats[0].dtype, [torch.float16, torch.bfloat16]
+    precisions = [own] if own in half else [torch.float32, *half]
     return {
         "layers": [[name, m.running_mean.numel()] for name, m in layers.items()],  # type: ignore[operator]
         "statistics": {

@@ -125,6 +125,7 @@ class _Explicit(nn.Module):
         super().__init__()
         self.model = model
 
+    # every name of a state is spelled out: ONNX would give what comes in as *state one name twice
     def forward(
         self,
         x: Tensor,

@@ -138,7 +138,7 @@ def normalise(
         if x.is_contiguous():  # then every (sample, channel) is one contiguous row: no copy
             mean, var, weight, bias = (t.reshape(-1) for t in (mean, var, weight, bias))
             y = native.normalise(_rows(x), mean, var, weight, bias, eps)
-            # What y was is forgotten here, and a plain view could not be followed by relu_.
+            # an autograd.Function may not return a plain view that a relu_ then changes
             return torch.ops.aten._unsafe_view(y, x.shape)
     scale = weight * torch.rsqrt(var + eps)
     mean, scale, bias = (_unsqueeze_like(t, x) for t in (mean, scale, bias))
@@ -195,9 +195,8 @@ def test_time_norm(
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
     tensors = (x, weight, bias, alpha)
     if _as_operator(x, process_group):
-        return operators.test_time_norm(
-            *tensors, running_mean, running_var, eps, group_size, cross_term
-        )
+        moments = (running_mean, running_var)
+        return operators.forward(*tensors, *moments, eps, group_size or 0, cross_term)[0]
     options = (eps, group_size, cross_term, process_group)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if needs_grad and not torch.compiler.is_compiling() and not _in_functorch():

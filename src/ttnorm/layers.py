@@ -113,8 +113,8 @@ class _TTNorm(TTNormBase):
     def __init__(
         self,
         num_features: int,
-        alpha: float = 0.0,
         *,
+        alpha: float = 0.0,
         eps: float = 1e-5,
         affine: bool = True,
         device: torch.device | str | None = None,

@@ -53,8 +53,6 @@ class Stream(StreamRows):
         config: see `StreamConfig`.
     """
 
-    between_frames = True  # whether what differs between frames is part of a memory's variance
-
     @outside_inference_mode
     def __init__(self, model: nn.Module, config: StreamConfig) -> None:
         self.layers = list(ttn_layers(model).values())
@@ -86,7 +84,7 @@ class Stream(StreamRows):
         given = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim())
         x = next(given, None)
         if x is None:
-            raise ValueError("The network was called without a tensor; a stream is one of batches.")
+            raise ValueError("The network was called without a tensor; a stream needs batches.")
         if x.device != self.source_mean.device:
             self.to(x.device)
         if self.waiting:
@@ -105,8 +103,10 @@ class Stream(StreamRows):
             # of its own: a network may change what it is given
             copies, named = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
             shallow = partial(model.forward, *copies, **named)
-            size = len(self.routes.content.mean)
-            described = describe_frames(self.layers, shallow, size=size)
+            pass_through = describe_frames
+            if torch.compiler.is_compiling():  # a decorator would import the compiler, for a second
+                pass_through = torch.compiler.disable(describe_frames)
+            described = pass_through(self.layers, shallow, size=len(self.routes.content.mean))
         with without_autocast(x):
             self.frames = self._plan(x, described)
 
@@ -193,8 +193,9 @@ class Stream(StreamRows):
             )
         if x.shape[0] != now.group.shape[0]:
             raise ValueError(
-                f"A layer sees {len(x)} samples in a batch of {len(now.group)}: whose they are "
-                "cannot be told. A network that folds anything into the batch has no streams."
+                f"A layer sees {len(x)} samples in a batch of {len(now.group)}, so it is unknown "
+                "which of them belongs to which stream. Networks that fold other dimensions into "
+                "the batch cannot have streams."
             )
         with torch.no_grad():
             mean, var = batch_moments(x.detach(), 1)
@@ -277,7 +278,7 @@ class Stream(StreamRows):
             new_mean=new_mean,
             new_var=new_var,
             window=max(1.0, self.config.window / self.cells),
-            cross_term=self.between_frames,
+            cross_term=self.config.between_frames,
         )
         for name, value in zip(names, after, strict=True):
             self._write(name, places, value.unflatten(0, (-1, self.cells)))
@@ -416,7 +417,7 @@ def _content_on(model: nn.Module, like: Tensor) -> Content:
     return Content(*(t.to(like) for t in content))
 
 
-def _classes_on(model: nn.Module, like: Tensor, memory: str) -> Classes | None:
+def _classes_on(model: nn.Module, like: Tensor, memory: str | None) -> Classes | None:
     """What is known of classes, for memories that want it; a routed one can do without."""
     classes: Classes | None = known_of(model, CLASSES)
     if memory == "corrected" and classes is None:

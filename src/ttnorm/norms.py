@@ -22,7 +22,7 @@ from torch import nn
 
 from . import artefact
 from .mixnorm import MixNorm
-from .stream import stream_, stream_of
+from .stream import stream_
 from .surgery import alphas, convert_
 from .tree import CONFIG, known_of, remember_
 
@@ -80,9 +80,7 @@ def exponential_average(
     """
     window = batch_size / momentum
     convert_(model, 1.0, cross_term=False)
-    stream_(model, memory="pool", window=window, source=window)
-    stream_of(model).between_frames = False  # variances are averaged like means
-    return model
+    return stream_(model, memory="pool", window=window, source=window, between_frames=False)
 
 
 def ttn(

@@ -13,29 +13,8 @@ from torch import Tensor
 from . import kernels
 
 
-def test_time_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    alpha: Tensor,
-    source_mean: Tensor,
-    source_var: Tensor,
-    eps: float,
-    group_size: int | None,
-    cross_term: bool,
-) -> Tensor:
-    """`functional.test_time_norm` as one operator; differentiable in x, weight, bias and alpha."""
-    return _forward(
-        x, weight, bias, alpha, source_mean, source_var, eps, group_size or 0, cross_term
-    )[0]
-
-
-test_time_norm.__test__ = False  # type: ignore[attr-defined]  # or pytest takes it for a test
-
-
-# A group size of 0 is no groups; the schemas have no optional integers that may be symbolic.
 @torch.library.custom_op("ttnorm::forward", mutates_args=())
-def _forward(
+def forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -46,23 +25,18 @@ def _forward(
     group_size: int,
     cross_term: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.forward` as one operator; differentiable in x, weight, bias and alpha.
+
+    A group size of 0 is no groups: schemas have no optional integers that may be symbolic.
+    """
     return kernels.forward(
         x, weight, bias, alpha, source_mean, source_var, eps, group_size or None, cross_term
     )
 
 
-@_forward.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    alpha: Tensor,
-    source_mean: Tensor,
-    source_var: Tensor,
-    eps: float,
-    group_size: int,
-    cross_term: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@forward.register_fake
+def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    group_size = rest[-2]
     shape = [x.shape[1]]
     if group_size:
         shape.insert(0, (x.shape[0] + group_size - 1) // group_size)
@@ -126,7 +100,7 @@ def in_dtypes_of(
     )
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
+forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _like_kernels(x: Tensor) -> Tensor:

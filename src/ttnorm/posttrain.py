@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .arguments import check_whole
 from .artefact import checksum, fingerprint
 from .augment import (
     Augment,
@@ -111,19 +112,14 @@ class PostTrainConfig:
             )
         if not self.lr > 0:
             raise ValueError(f"lr is {self.lr}, expected a positive number.")
-        least = {
-            "epochs": 0,
-            "lambda_": 0,
-            "source_count": 0,
-            "early_stop": 0,
-            "patience": 1,
-            "prior_samples": 1,
-            "steps_per_epoch": 1,
-        }
-        for name, low in least.items():
+        for name in ("lambda_", "source_count", "early_stop"):
             value = getattr(self, name)
-            if value is not None and not value >= low:  # NaN is neither
-                raise ValueError(f"{name} is {value}, expected at least {low}.")
+            if value is not None and not value >= 0:  # NaN is neither
+                raise ValueError(f"{name} is {value}, expected at least 0.")
+        for name, least in {"epochs": 0, "patience": 1, "prior_samples": 1}.items():
+            check_whole(name, getattr(self, name), at_least=least)
+        if self.steps_per_epoch is not None:
+            check_whole("steps_per_epoch", self.steps_per_epoch, at_least=1)
         if self.early_stop is not None and not self.needs_prior:
             raise ValueError(
                 f"early_stop is {self.early_stop}, expected None: it watches the distance to the "

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor, nn
 
+from .arguments import check_whole
 from .augment import Augment, prior_shift, shift_images
 from .batches import Loader, Loss, batches, cross_entropy, scalar
 from .distributed import world_size
@@ -77,6 +78,7 @@ def estimate_prior(
         >>> {name: tuple(a.shape) for name, a in estimate_prior(model, loader).items()}
         {'1': (4,)}
     """
+    check_whole("samples", samples, at_least=1)
     loss = loss or cross_entropy
     model = unwrap(model)  # layers that hand out gradients are not for a compiler
     device = device_of(model)

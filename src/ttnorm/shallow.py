@@ -28,7 +28,6 @@ class _Enough(Exception):
     """The pass has gone as far as it has to."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def describe_frames(
     layers: Sequence[TTNormBase], forward: Callable[[], Any], *, size: int

@@ -31,14 +31,14 @@ from .pooling import average
 from .stream_config import StreamConfig
 from .stream_rows import Id
 from .surgery import end_stream_
-from .tree import CONTENT, STREAM, known_of, unwrap
+from .tree import CONTENT, STREAM, M, known_of, unwrap
 from .version import __version__
 
 FORMAT = "ttnorm-stream"
 FORMAT_VERSION = 1
 
 
-def stream_(model: nn.Module, **options: Any) -> nn.Module:
+def stream_(model: M, config: StreamConfig | None = None, **options: Any) -> M:
     """Have a network remember the stream it sees, from now on.
 
     A batch is normalised with the source's statistics and, as far as alpha goes, with those of the
@@ -48,8 +48,8 @@ def stream_(model: nn.Module, **options: Any) -> nn.Module:
     Args:
         model: a network with test-time normalization layers, from `load_`, `convert_` or
             `post_train_`. Called again, it starts anew.
-        options: see `StreamConfig`. The memory is "routed" unless told otherwise if the network was
-            post-trained or its alpha file says how source images vary, and "balanced" if not.
+        config: see `StreamConfig`.
+        options: fields of it, in place of the config's.
 
     Returns:
         The same model.
@@ -62,11 +62,14 @@ def stream_(model: nn.Module, **options: Any) -> nn.Module:
         >>> health(model)[None].frames
         3
     """
-    memory = "balanced" if known_of(model, CONTENT) is None else "routed"
-    return attach_(model, Stream(model, StreamConfig(**{"memory": memory, **options})))
+    config = dataclasses.replace(config or StreamConfig(), **options)
+    if config.memory is None:
+        known = known_of(model, CONTENT) is not None
+        config = dataclasses.replace(config, memory="routed" if known else "balanced")
+    return attach_(model, Stream(model, config))
 
 
-def attach_(model: nn.Module, stream: Stream) -> nn.Module:
+def attach_(model: M, stream: Stream) -> M:
     """Have a network remember its stream in this one, which was made for it."""
     network = unwrap(model)
     before = network.__dict__.get(STREAM)
@@ -89,14 +92,14 @@ def attach_(model: nn.Module, stream: Stream) -> nn.Module:
     return model
 
 
-def reset_stream_(model: nn.Module, ids: Sequence[Id] | None = None) -> nn.Module:
+def reset_stream_(model: M, ids: Sequence[Id] | None = None) -> M:
     """Forget what was seen: of all streams, or of those with these ids."""
     stream_of(model).reset(None if ids is None else _plain(ids))
     return model
 
 
 @contextlib.contextmanager
-def streams(model: nn.Module, ids: Sequence[Id]) -> Iterator[nn.Module]:
+def streams(model: M, ids: Sequence[Id]) -> Iterator[M]:
     """Inside, the samples of a batch belong to the streams of these ids, one id for each.
 
     Every stream has a memory of its own; frames of many streams in one forward come out as if each
@@ -154,7 +157,7 @@ def save_stream(model: nn.Module, path: str | os.PathLike[str]) -> None:
     write_atomically(path, tensors, {**metadata, "sha256": checksum(tensors, metadata)})
 
 
-def load_stream_(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+def load_stream_(model: M, path: str | os.PathLike[str]) -> M:
     """Have a network remember what `save_stream` wrote; the same network, on any device."""
     tensors, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:

@@ -21,11 +21,11 @@ class Frames:
     Args:
         group: which memory a sample belongs to: of an active stream, or at one of `places`, (N,).
         counts: 1, or 0 for a sample that is not to be remembered, (N,).
-        share: of each sample in its stream's part of the batch, (streams, N).
+        share: of each sample in its memory's part of the batch, (memories, N).
         places: of the memories that are used, where streams have several: rows and slots.
         described: what a sample was routed by, (N, D).
         mixing: whether any batch has a say in its own statistics.
-        per_layer: mean and variance of source and memory, alpha of the batch, (streams, C) each,
+        per_layer: mean and variance of source and memory, alpha of the batch, (memories, C) each,
             and the source's mean and standard deviation, (C,).
         moments: of every sample, (N, C), by layer, of each of its uses.
     """

@@ -1,6 +1,6 @@
 """The states of many streams: a row of some tensors for each, by the stream's id.
 
-There is room for so many streams; the one unused for longest is forgotten first.
+At most `max_streams` are kept; the one unused for longest is forgotten first.
 """
 
 from __future__ import annotations

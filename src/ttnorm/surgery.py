@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .arguments import check_whole
 from .layers import (
     TTFrozenNorm2d,
     TTNorm1d,
@@ -32,6 +33,7 @@ from .tree import (
     CONFIG,
     CONTENT,
     STREAM,
+    M,
     batchnorm_layers,
     known_of,
     norms_in,
@@ -54,12 +56,12 @@ _CONVERTED: dict[str, type[TTNormBase]] = {
 
 @torch.inference_mode(False)  # so that alpha is a tensor that may be changed outside of it
 def convert_(
-    model: nn.Module,
+    model: M,
     alpha: float | Mapping[str, Tensor],
     *,
     cross_term: bool = True,
     source_count: float = 0.0,
-) -> nn.Module:
+) -> M:
     """Turn every BatchNorm layer into a test-time normalization layer, in place.
 
     Works on BatchNorm1d/2d/3d, SyncBatchNorm, torchvision's FrozenBatchNorm2d and timm's
@@ -72,8 +74,8 @@ def convert_(
         alpha: one number for all channels (0 is plain BatchNorm in eval mode, 1 uses the batch's
             statistics alone), or a tensor per layer, keyed by module name as in `alphas`.
         cross_term: False for the variance of alpha-BN and AdaptiveBN as they were published.
-        source_count: samples that the source counts for beside those of a batch: of n samples,
-            alpha * n / (n + source_count) is trusted. 0 is the paper's: alpha at every batch size.
+        source_count: the source counts as so many samples beside a batch's, which is then trusted
+            alpha * n / (n + source_count) if it has n. 0 is the paper's: alpha at every size.
 
     Returns:
         The same model.
@@ -99,7 +101,7 @@ def convert_(
     return model
 
 
-def revert_(model: nn.Module) -> nn.Module:
+def revert_(model: M) -> M:
     """Turn every test-time normalization layer back into the BatchNorm it was, bit for bit.
 
     Example:
@@ -117,7 +119,7 @@ def revert_(model: nn.Module) -> nn.Module:
     return model
 
 
-def end_stream_(model: nn.Module) -> nn.Module:
+def end_stream_(model: M) -> M:
     """Have a network forget the streams it remembers: batches are normalised on their own again."""
     for network in unwrap(model).modules():
         stream = network.__dict__.pop(STREAM, None)
@@ -133,8 +135,9 @@ def refuse_stream(model: nn.Module, what: str) -> None:
     """Raise if layers of the network remember a stream, which `what` would ignore."""
     if any("standardise" in layer.__dict__ for layer in norms_in(model)):
         raise ValueError(
-            f"{what} knows no streams. Call ttnorm.end_stream_ before, with the network that "
-            "stream_ was given; one that was put under MixNorm stays there."
+            f"{what} does not work on a network that remembers a stream. Call ttnorm.end_stream_ "
+            "first, with the network that stream_ was given. MixNorm has no end: use a copy of the "
+            "network from before."
         )
 
 
@@ -166,7 +169,7 @@ def alphas(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def isolated(model: nn.Module, group_size: int) -> Iterator[nn.Module]:
+def isolated(model: M, group_size: int) -> Iterator[M]:
     """Inside, every consecutive `group_size` samples of a batch are normalised on their own.
 
     G batches of size B can then run as one of G * B samples and give the same numbers; the last
@@ -184,8 +187,7 @@ def isolated(model: nn.Module, group_size: int) -> Iterator[nn.Module]:
         >>> torch.equal(together[:4], together[4:])
         True
     """
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-        raise ValueError(f"group_size is {group_size!r}, expected a whole number of at least 1.")
+    check_whole("group_size", group_size, at_least=1)
     layers = ttn_layers(model)
     refuse_stream(model, "isolated")
     before = [layer.group_size for layer in layers.values()]

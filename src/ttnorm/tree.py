@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .layers import TTNormBase
 
+M = TypeVar("M", bound=nn.Module)  # a network, of the class that its user gave it
 STREAM = "_ttnorm_stream"  # the attribute of a network that remembers: see `stream`
 # What a network may know: how its alpha was made, how source images vary (see `shallow`), and what
 # their classes do to statistics (see `classes`)

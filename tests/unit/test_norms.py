@@ -1,11 +1,14 @@
 """Normalisations by name, and MixNorm against a loop over samples."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import small_network
 import torch
 from torch import nn
 
+import ttnorm
 from ttnorm import norms, surgery, tree
 from ttnorm.mixnorm import MixNorm, running_average
 
@@ -136,6 +139,19 @@ def test_ema_follows_the_stream_with_its_momentum(batch_size):
         mean, var = 0.95 * mean + 0.05 * batch_mean, 0.95 * var + 0.05 * batch_var
         layer.running_mean, layer.running_var = mean, var
         assert torch.allclose(model(x), layer(x), atol=0.05)
+
+
+def test_ema_goes_on_from_a_file_as_it_was(tmp_path):
+    make = partial(norms.apply_norm_, name="ema", batch_size=4)
+    model, other = (make(nn.Sequential(nn.BatchNorm2d(3))) for _ in range(2))
+    torch.manual_seed(0)
+    batches = (2 + 3 * torch.randn(40, 3, 8, 8)).split(4)
+    for x in batches[:5]:
+        model(x)
+    ttnorm.save_stream(model, tmp_path / "ema.safetensors")
+    ttnorm.load_stream_(other, tmp_path / "ema.safetensors")
+    for x in batches[5:]:
+        assert torch.equal(model(x), other(x))
 
 
 def test_mixnorm_of_a_covered_camera_stays_finite():

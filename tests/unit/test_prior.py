@@ -263,6 +263,12 @@ def test_a_network_that_does_not_use_its_batchnorm_is_an_error():
         ttnorm.estimate_prior(model, [(torch.rand(4, 3, 4, 4), torch.zeros(4).long())])
 
 
+@pytest.mark.parametrize("samples", [0, -1, 8.5])
+def test_a_number_of_samples_that_is_none(small_network, samples):
+    with pytest.raises(ValueError, match=f"samples is {samples}, expected a whole number"):
+        ttnorm.estimate_prior(small_network, [], samples=samples)
+
+
 def test_empty_loader(small_network):
     with pytest.raises(ValueError, match="yielded no samples"):
         ttnorm.estimate_prior(small_network, [])

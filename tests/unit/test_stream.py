@@ -237,7 +237,7 @@ class TestLeavesNothingBehind:
             "prior": lambda: ttnorm.estimate_prior(network, [(frames(2), torch.tensor([0, 1]))]),
         }
         ttnorm.stream_(network)
-        with pytest.raises(ValueError, match="knows no streams"):
+        with pytest.raises(ValueError, match="does not work on a network that remembers"):
             calls[what]()
         network(frames(1))
         assert ttnorm.health(network)[None].frames == 1
@@ -261,12 +261,23 @@ def test_health_tells_the_source_from_a_shift(network):
         ({"window": 0}, "window is 0"),
         ({"window": float("nan")}, "window is nan"),
         ({"max_streams": 0}, "max_streams is 0"),
+        ({"slots": 2.5}, r"slots is 2\.5, expected a whole number of at least 1"),
         ({"source": 0.0}, "source is 0.0"),
     ],
 )
 def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         StreamConfig(**options)
+
+
+def test_a_config_says_what_options_say(network):
+    x = frames(12)
+    ttnorm.stream_(network, window=30, memory="pool")
+    expected = outputs(network, x, 3)
+    ttnorm.stream_(network, StreamConfig(window=30, memory="corrected"), memory="pool")
+    assert torch.equal(outputs(network, x, 3), expected)
+    with pytest.raises(TypeError, match="windw"):
+        ttnorm.stream_(network, windw=30)
 
 
 def test_a_network_without_test_time_normalization_is_refused(small_network):
@@ -401,10 +412,10 @@ class TestPartOfANetwork:
         around = ttnorm.stream_(nn.Sequential(network), memory="pool")
         loader, x = [(frames(8), torch.arange(8) % 4)], frames(4)
         for use in (ttnorm.estimate_prior, ttnorm.post_train_):
-            with pytest.raises(ValueError, match=r"knows no streams\. Call ttnorm\.end_stream_"):
+            with pytest.raises(ValueError, match=r"remembers a stream\. Call ttnorm\.end_stream_"):
                 use(network, loader)
         with (
-            pytest.raises(ValueError, match="isolated knows no streams"),
+            pytest.raises(ValueError, match="isolated does not work on a network"),
             ttnorm.isolated(network, 2),
         ):
             pass
@@ -413,13 +424,13 @@ class TestPartOfANetwork:
 
     def test_what_knows_no_streams_refuses_it(self, whole):
         with (
-            pytest.raises(ValueError, match="isolated knows no streams"),
+            pytest.raises(ValueError, match="isolated does not work on a network"),
             ttnorm.isolated(whole, 2),
         ):
             pass
-        with pytest.raises(ValueError, match="Post-training knows no streams"):
+        with pytest.raises(ValueError, match="Post-training does not work on a network"):
             ttnorm.post_train_(whole, [(frames(4), torch.arange(4))])
-        with pytest.raises(ValueError, match="fuse knows no streams"):
+        with pytest.raises(ValueError, match="fuse does not work on a network"):
             ttnorm.fuse(whole)
 
     def test_reverting_the_whole_ends_it(self, whole):
