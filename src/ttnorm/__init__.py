@@ -7,7 +7,8 @@ from .export import to_exported_program, to_onnx
 from .fold import fold_
 from .fuse import fuse
 from .layers import TTNorm1d, TTNorm2d, TTNorm3d
-from .posttrain import PostTrainConfig, PostTrainResult, optimise_alpha, post_train_
+from .posttrain import PostTrainResult, optimise_alpha, post_train_
+from .posttrain_config import PostTrainConfig
 from .prior import estimate_prior
 from .stream import (
     Health,

@@ -8,22 +8,26 @@ before the model is touched.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from .classes import Classes
+from .files import (
+    check_fingerprint,
+    check_undamaged,
+    check_version,
+    checksum,
+    fingerprint,
+    read_safetensors,
+    write_atomically,
+)
 from .routing import Content
 from .surgery import alphas, convert_
-from .tree import CLASSES, CONFIG, CONTENT, M, batchnorm_layers, known_of, remember_, ttn_layers
+from .tree import CLASSES, CONFIG, CONTENT, M, known_of, remember_, ttn_layers
 from .version import __version__
 
 FORMAT = "ttnorm-alpha"
@@ -138,59 +142,8 @@ def _read_checked(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict
     return tensors, metadata
 
 
-def check_version(path: str | os.PathLike[str], metadata: Mapping[str, Any], newest: int) -> None:
-    """Raise if a file has a format that came after this version of the library."""
-    written = metadata.get("format_version")
-    if isinstance(written, int) and written > newest:
-        raise ValueError(
-            f"{path} has format {written}, written by ttnorm {metadata.get('ttnorm')}; this "
-            f"version reads up to {newest}. Upgrade ttnorm."
-        )
-
-
-def check_undamaged(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, Any]
-) -> None:
-    """Raise if a file's content is not that of its checksum, which is taken out of the metadata."""
-    if metadata.pop("sha256", None) != checksum(tensors, metadata):
-        raise ValueError(
-            f"{path} is damaged: its content does not match its checksum. Copy it anew."
-        )
-
-
 def _alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: tensors[name] for name, _ in metadata["fingerprint"]["layers"]}
-
-
-def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
-    """Over names, values and metadata: no byte of a file can change unnoticed."""
-    values = _hash(tensors[name] for name in sorted(tensors))
-    text = json.dumps([values, sorted(tensors), metadata], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Layer names, channels, and a hash of the running statistics that tells networks apart.
-
-    The hash is taken in float32 and in both half precisions, so that a network which was cast to
-    one of them for production is still recognised; of that network, in its own.
-    """
-    layers = batchnorm_layers(model)
-    stats = [t for m in layers.values() for t in (m.running_mean, m.running_var)]
-    stats = [t.detach().cpu() for t in stats]  # type: ignore[operator]
-    own, half = stats[0].dtype, [torch.float16, torch.bfloat16]
-    precisions = [own] if own in half else [torch.float32, *half]
-    return {
-        "layers": [[name, m.running_mean.numel()] for name, m in layers.items()],  # type: ignore[operator]
-        "statistics": {
-            str(p).removeprefix("torch."): _hash(t.to(p) for t in stats) for p in precisions
-        },
-    }
-
-
-def short_fingerprint(model: nn.Module) -> str:
-    """Twelve letters that tell networks apart."""
-    return next(iter(fingerprint(model)["statistics"].values()))[:12]
 
 
 def short_checksum(path: str | os.PathLike[str]) -> str:
@@ -206,34 +159,6 @@ def short_source_checksum(path: str | os.PathLike[str]) -> str:
     return checksum({n: t for n, t in tensors.items() if n.startswith(prefixes)}, {})[:12]
 
 
-def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and decoded metadata of a file that `write_atomically` wrote."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"There is no file {path}.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            raw = file.metadata() or {}
-        return tensors, {key: json.loads(value) for key, value in raw.items()}
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is truncated, damaged or no safetensors file: {error}") from error
-
-
-def write_atomically(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
-) -> None:
-    """Write a file that is either the old one or the new one, whenever the process dies."""
-    encoded = {key: json.dumps(value, sort_keys=True) for key, value in metadata.items()}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    partial = f"{os.fspath(path)}.{os.getpid()}.partial"
-    try:
-        # not save_file, which leaves a file to its owner alone whatever the umask says
-        Path(partial).write_bytes(serialise(dict(tensors), metadata=encoded))
-        os.replace(partial, path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
-
-
 def _check_values(tensors: Mapping[str, Tensor], where: object) -> None:
     for name, alpha in tensors.items():
         if not bool(((alpha >= 0) & (alpha <= 1)).all()):  # NaN is neither
@@ -247,47 +172,3 @@ def _check_finite(tensors: Mapping[str, Tensor], where: object) -> None:
                 f"{where}: {name}, which streams need, has values that are not finite. Post-train "
                 "the network again."
             )
-
-
-def check_fingerprint(
-    path: str | os.PathLike[str],
-    theirs: dict[str, Any],
-    ours: dict[str, Any],
-    advice: str,
-    *,
-    strict: bool = True,
-) -> None:
-    """Raise if a file was made for another network than ours.
-
-    Args:
-        theirs, ours: see `fingerprint`.
-        advice: what to do about other running statistics.
-        strict: whether these have to be the same, too.
-    """
-    if theirs["layers"] != ours["layers"]:
-        pairs = zip(theirs["layers"], ours["layers"], strict=False)
-        first = next((f"{a} there, {b} here" for a, b in pairs if a != b), "one has more layers")
-        raise ValueError(
-            f"{path} was made for another network: {len(theirs['layers'])} layers there, "
-            f"{len(ours['layers'])} here; first difference: {first}."
-        )
-    common = theirs["statistics"].keys() & ours["statistics"].keys()
-    if strict and not common:
-        raise ValueError(
-            f"{path} was saved from a {'/'.join(theirs['statistics'])} network and this one is "
-            f"{'/'.join(ours['statistics'])}: their statistics cannot be compared. Load the file "
-            f"before casting the network, {advice}."
-        )
-    if strict and any(theirs["statistics"][p] != ours["statistics"][p] for p in common):
-        raise ValueError(
-            f"{path} was made for a network with other running statistics: another checkpoint, or "
-            f"the weights are not loaded yet. Load the weights first, {advice}."
-        )
-
-
-def _hash(tensors: Any) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        flat = tensor.detach().cpu().flatten()
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

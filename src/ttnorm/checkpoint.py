@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .artefact import read_safetensors
 from .distributed import of_rank_0, rank
+from .files import read_safetensors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,16 +7,14 @@ are one operation each, and every granularity is a shorter vector that is expand
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import json
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,20 +22,18 @@ from torch import Generator, Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import kernels
-from .artefact import write_atomically
 from .augment import Drawn, moves_pixels, numbers_drawn
 from .batches import Loader, Loss, batches, cross_entropy, scalar
 from .capture import Repeated
 from .checkpoint import Checkpoint
 from .distributed import rank, world_size
+from .files import write_atomically
 from .layers import TTNormBase
+from .posttrain_config import PostTrainConfig
 from .progress import Progress
 from .reproducible import reproducible
 from .surgery import isolated
 from .tree import device_of
-
-if TYPE_CHECKING:
-    from .posttrain import PostTrainConfig
 
 logger = logging.getLogger("ttnorm")
 
@@ -304,11 +300,6 @@ class Fit:
         self.history[:] = state.metadata["history"]
         self.scaler.load_state_dict(state.metadata["scaler"])
         logger.info("post-training: continuing after epoch %d", len(self.history))
-
-
-def as_json(config: PostTrainConfig) -> dict[str, Any]:
-    """The config as it looks after a round trip through a file: tuples are lists."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def _flat(

@@ -2,7 +2,8 @@
 
 L = CE(network(shifted images), labels) + lambda * mean over channels of (alpha - A)^2
 
-Here are the choices and the two stages, the prior and the fit; the loop itself is in `fitting`.
+Here are the two stages, the prior and the fit; the choices are in `posttrain_config`, the loop in
+`fitting`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .arguments import check_whole
-from .artefact import checksum, fingerprint
 from .augment import (
     Augment,
-    Per,
     domain_shift,
     per_channel_list,
     prior_shift,
@@ -30,105 +28,14 @@ from .batches import Loader, Loss, check_repeatable, cross_entropy
 from .checkpoint import Checkpoint
 from .classes import classes_of
 from .distributed import of_rank_0, world_size
-from .fitting import Fit, as_json
+from .files import checksum, fingerprint
+from .fitting import Fit
+from .posttrain_config import PostTrainConfig, as_json
 from .prior import estimate_prior
 from .reproducible import reproducible, warn_of_lasting_workers
 from .shallow import content_of
 from .surgery import borrowed, convert_
 from .tree import CLASSES, CONFIG, CONTENT, remember_
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PostTrainConfig:
-    """Every choice of a post-training run; the defaults are the paper's for CIFAR.
-
-    Args:
-        epochs: passes over the loader.
-        lr: Adam's step size.
-        schedule: cosine to zero over all epochs, or constant.
-        init: where alpha starts: the prior, uniformly random, or a number.
-        ce: whether the cross-entropy counts.
-        mse: whether the distance to the prior counts.
-        lambda_: weight of that distance.
-        granularity: what shares one alpha: nothing, the channels of a layer, or everything.
-        average: average the optimised alpha afterwards over each layer, or over everything.
-        dynamic_batch: draw every step's batch size from this range, both ends included, and use
-            that many samples of the loader's batch; the paper's variant is (4, 200).
-        group_sizes: cut every step's batch into groups of a size that is drawn from these, each
-            normalised on its own, as smaller test batches are; no sample is left out. Groups are
-            not shared between ranks.
-        source_count: samples that the source counts for beside those of a batch: see `convert_`.
-            With it, and with group_sizes, one alpha is fitted for all batch sizes.
-        shift: one per batch, as a test batch is one domain, or one per image. Says nothing about
-            an augmentation of your own.
-        early_stop: stop when the MSE's relative change stays below this for `patience` epochs.
-        patience: see early_stop.
-        steps_per_epoch: end an epoch after that many batches.
-        amp: autocast to this dtype.
-        sync_statistics: in data-parallel runs, the batches of all ranks have common statistics.
-        prior_samples: how many samples the prior looks at.
-        seed: fixes the random initialisation, the augmentation and the loader's order.
-    """
-
-    epochs: int = 30
-    lr: float = 1e-3
-    schedule: Literal["cosine", "constant"] = "cosine"
-    init: Literal["prior", "random"] | float = "prior"
-    ce: bool = True
-    mse: bool = True
-    lambda_: float = 1.0
-    granularity: Literal["channel", "layer", "constant"] = "channel"
-    average: Literal["layer", "constant"] | None = None
-    dynamic_batch: tuple[int, int] | None = None
-    group_sizes: tuple[int, ...] | None = None
-    source_count: float = 0.0
-    shift: Per = "batch"
-    early_stop: float | None = None
-    patience: int = 3
-    steps_per_epoch: int | None = None
-    amp: Literal["bfloat16", "float16"] | None = None
-    sync_statistics: bool = True
-    prior_samples: int = 1024
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_choice("schedule", self.schedule, ("cosine", "constant"))
-        _check_choice("granularity", self.granularity, ("channel", "layer", "constant"))
-        _check_choice("average", self.average, ("layer", "constant", None))
-        _check_choice("shift", self.shift, ("batch", "image"))
-        _check_choice("amp", self.amp, ("bfloat16", "float16", None))
-        if isinstance(self.init, str):
-            _check_choice("init", self.init, ("prior", "random"))
-        elif not 0 <= self.init <= 1:
-            raise ValueError(
-                f"init is {self.init}, expected 'prior', 'random' or a number in [0, 1]."
-            )
-        if self.dynamic_batch is not None and not _is_range(self.dynamic_batch):
-            raise ValueError(f"dynamic_batch is {self.dynamic_batch!r}, expected (low, high).")
-        if self.group_sizes is not None and not _are_sizes(self.group_sizes):
-            raise ValueError(
-                f"group_sizes is {self.group_sizes!r}, expected whole numbers of at least 1, as in "
-                "(1, 4, 16)."
-            )
-        if not self.lr > 0:
-            raise ValueError(f"lr is {self.lr}, expected a positive number.")
-        for name in ("lambda_", "source_count", "early_stop"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:  # NaN is neither
-                raise ValueError(f"{name} is {value}, expected at least 0.")
-        for name, least in {"epochs": 0, "patience": 1, "prior_samples": 1}.items():
-            check_whole(name, getattr(self, name), at_least=least)
-        if self.steps_per_epoch is not None:
-            check_whole("steps_per_epoch", self.steps_per_epoch, at_least=1)
-        if self.early_stop is not None and not self.needs_prior:
-            raise ValueError(
-                f"early_stop is {self.early_stop}, expected None: it watches the distance to the "
-                "prior, and this configuration has none. Set mse=True or init='prior'."
-            )
-
-    @property
-    def needs_prior(self) -> bool:
-        return self.init == "prior" or self.mse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,18 +224,3 @@ def _options(module: nn.Module) -> dict[str, Any]:
 
 def _argument(value: Any) -> str:
     return _name_of(value) if callable(value) else repr(value)
-
-
-def _are_sizes(value: Any) -> bool:
-    if not isinstance(value, (tuple, list)) or not value:
-        return False
-    return all(isinstance(size, int) and size >= 1 for size in value)
-
-
-def _is_range(value: Any) -> bool:
-    return _are_sizes(value) and len(value) == 2 and value[0] <= value[1]
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}.")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .artefact import (
+from .files import (
     check_fingerprint,
     check_undamaged,
     check_version,

@@ -12,6 +12,7 @@ from torch import nn
 
 import ttnorm
 from ttnorm import artefact
+from ttnorm.files import checksum
 from ttnorm.routing import Content
 from ttnorm.tree import CONTENT
 
@@ -36,7 +37,7 @@ def rewrite(path, tensors=None, **changes):
         metadata = {key: json.loads(value) for key, value in file.metadata().items()}
     tensors, metadata = tensors or old, metadata | changes
     del metadata["sha256"]
-    metadata["sha256"] = artefact.checksum(tensors, metadata)
+    metadata["sha256"] = checksum(tensors, metadata)
     save_file(tensors, path, metadata={key: json.dumps(v) for key, v in metadata.items()})
 
 

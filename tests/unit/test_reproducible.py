@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ttnorm
 from ttnorm import PostTrainConfig, optimise_alpha, post_train_
-from ttnorm.artefact import read_safetensors
+from ttnorm.files import read_safetensors
 from ttnorm.posttrain import _name_of
 
 

@@ -27,7 +27,7 @@ from ttnorm.models.train_segmentation import (
     scale_crop_and_flip,
     train_segmentation,
 )
-from ttnorm.posttrain import PostTrainConfig
+from ttnorm.posttrain_config import PostTrainConfig
 
 
 def scenes(count=8, size=(40, 48)):

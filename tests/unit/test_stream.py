@@ -11,10 +11,10 @@ from torch import nn
 
 import ttnorm
 from ttnorm import StreamConfig, pooling
-from ttnorm.artefact import read_safetensors, write_atomically
 from ttnorm.data.cifar import load_cifar
 from ttnorm.data.corruptions import CORRUPTIONS, corrupt
 from ttnorm.demo import ASSETS
+from ttnorm.files import read_safetensors, write_atomically
 from ttnorm.models import zoo
 from ttnorm.pooling import FARTHEST
 from ttnorm.routes import EVERY

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import ttnorm
 from ttnorm import artefact, cli
-from ttnorm.artefact import fingerprint
 from ttnorm.data.cifar import load_cifar
 from ttnorm.data.images import Images
+from ttnorm.files import fingerprint
 from ttnorm.models import augmix, zoo
 from ttnorm.models.train_source import (
     TrainConfig,

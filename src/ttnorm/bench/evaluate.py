@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import artefact
+from ..files import short_fingerprint
 from ..methods import method_named
 from ..norms import norm_named
 from ..progress import Progress
@@ -226,7 +227,7 @@ def _about(network: Network, data: Domains, job: Job) -> Record:
         "method": job.method,
         "batch_size": job.batch_size,
         "seed": job.seed,
-        "model": {"name": network.name, "fingerprint": artefact.short_fingerprint(network.model)},
+        "model": {"name": network.name, "fingerprint": short_fingerprint(network.model)},
         "alpha": alpha,
         "config": config,
     }

@@ -21,9 +21,10 @@ from ..augment import DOMAIN_PARTS, Augment, domain_shift, prior_shift
 from ..data.corruptions import CORRUPTIONS, corrupt
 from ..data.images import Images
 from ..data.loader import DeviceLoader
-from ..fitting import as_json, averaged
+from ..fitting import averaged
 from ..models import zoo
-from ..posttrain import PostTrainConfig, optimise_alpha, post_train_
+from ..posttrain import optimise_alpha, post_train_
+from ..posttrain_config import PostTrainConfig, as_json
 from ..prior import estimate_prior
 from ..surgery import convert_
 from ..tree import CONFIG, remember_

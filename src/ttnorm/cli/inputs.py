@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..artefact import read_safetensors
 from ..augment import Augment, prior_shift
 from ..batches import Loader
 from ..distributed import rank, world_size
+from ..files import read_safetensors
 from ..surgery import eval_mode
 from ..tree import device_of
 

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 import typer
 
-from .. import artefact, posttrain
+from .. import artefact
 from ..data.loader import DeviceLoader
 from ..distributed import rank, world_size
+from ..posttrain import post_train_
+from ..posttrain_config import PostTrainConfig
 from . import inputs
 from .options import Dataset, Device, Network, Output, Seed, SkipBad, Weights
 from .printing import console, last_epoch, print_alpha_file
@@ -100,11 +102,11 @@ def post_train(
     --source-count 4 does better.
     """
     given = locals()
-    options = {f.name: given[f.name] for f in dataclasses.fields(posttrain.PostTrainConfig)}
+    options = {f.name: given[f.name] for f in dataclasses.fields(PostTrainConfig)}
     if init not in ("prior", "random"):
         options["init"] = inputs.number("--init", init)
     options["group_sizes"] = inputs.sizes("--group-sizes", group_sizes) or None
-    config = posttrain.PostTrainConfig(**options)
+    config = PostTrainConfig(**options)
     for path in (output, checkpoint):
         inputs.check_writable(path)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -117,7 +119,7 @@ def post_train(
         if isinstance(source, DeviceLoader) or not loss:  # which may want labels of its own
             inputs.check_loader(source, loader, model, network, dataset)
         images = len(source.images) * world_size() if isinstance(source, DeviceLoader) else None
-        result = posttrain.post_train_(
+        result = post_train_(
             model,
             source,
             config,

@@ -24,7 +24,8 @@ from ..data.cifar import load_cifar
 from ..data.corruptions import corrupt
 from ..data.loader import DeviceLoader
 from ..models import zoo
-from ..posttrain import PostTrainConfig, PostTrainResult, post_train_
+from ..posttrain import PostTrainResult, post_train_
+from ..posttrain_config import PostTrainConfig
 from . import ASSETS
 from .page import write_page
 

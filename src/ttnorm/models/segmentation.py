@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..artefact import read_safetensors, write_atomically
 from ..data.imagenet import Preprocessing
+from ..files import read_safetensors, write_atomically
 from .imagenet import read_weights
 
 ENCODERS = ("mobilenet_v2", "resnet50")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..artefact import fingerprint, read_safetensors, write_atomically
+from ..files import fingerprint, read_safetensors, write_atomically
 from .train_source import TrainConfig
 from .wide_resnet import WideResNet
 
