@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from ttnorm.functional import Moments
 from ttnorm.memory import NEGLIGIBLE, Stream
-from ttnorm.pooling import Moments, remember, share_of_new
+from ttnorm.pooling import remember, share_of_new
 from ttnorm.stream_config import StreamConfig
 from ttnorm.stream_frames import Frames, Places
 

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batches import Loader, batches, describe
+from .functional import Moments
 from .layers import TTNormBase
-from .pooling import FARTHEST, Moments, of_all_uses
+from .pooling import FARTHEST, of_all_uses
 from .shallow import entering
 from .surgery import borrowed
 from .tree import device_of

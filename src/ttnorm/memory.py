@@ -18,11 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from . import kernels
 from .classes import ALIKE, USUAL, Classes, effect_of, predicted, spread_of, without_class
-from .functional import batch_moments, mix_moments, normalise
+from .functional import Moments, batch_moments, mix_moments, normalise
 from .native import moment_dtype
 from .pooling import (
     FARTHEST,
-    Moments,
     average,
     cell_moments,
     in_units,

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .functional import mix_moments
+from .functional import Moments, mix_moments
 
-Moments = tuple[Tensor, Tensor]
 FARTHEST = 10.0  # standard deviations of the source: no frame's moments count as further away
 MOST_BEYOND = 0.5  # of a layer's channels: a frame with more of them further away is no picture
 

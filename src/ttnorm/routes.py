@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .routing import Content, Groups, find_groups, heirs, nearest
+from .stream_rows import State
 
 RECENT = 512  # frames of a stream in which domains are looked for
 EVERY = 16  # frames after which they are looked for anew
@@ -21,7 +22,6 @@ SAME = 0.8  # of a slot's frames: a new slot with more of them inherits its memo
 GROUPS = ("middles", "there", "reach")  # see `routing.Groups`
 # what belongs to a slot
 MEMORY = ("mean", "var", "count", "slot_seen", "excess", "runs", "within", "compared")
-State = dict[str, Tensor]
 
 
 class Routes:

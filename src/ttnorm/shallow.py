@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .batches import Loader, batches
-from .functional import batch_moments, normalise
+from .functional import Moments, batch_moments, normalise
 from .layers import TTNormBase
-from .pooling import Moments, in_units
+from .pooling import in_units
 from .routing import Content, describe, measure_content
 from .surgery import borrowed, replaced
 from .tree import device_of

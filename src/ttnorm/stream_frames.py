@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pooling import Moments
+from .functional import Moments
 
 Places = tuple[Tensor, Tensor]  # rows and slots of the state
 

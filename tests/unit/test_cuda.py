@@ -315,3 +315,27 @@ def test_a_recorded_stream_does_what_the_plain_one_does(memory):
         "a": (24, 0), "b": (11, 1), "c": (36, 0)
     }  # fmt: skip
     assert health.keys() == plain_health.keys()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_stream_goes_on_where_its_network_goes(memory, tmp_path):
+    """To a GPU by `.to`, and back by a file."""
+    x = torch.rand(20, 4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    model = ttnorm.convert_(_network().eval().cpu(), 0.4)
+    loader = [(x[0], torch.arange(4) % 2)]
+    model.__dict__[CONTENT] = content_of(model, loader)
+    model.__dict__[CLASSES] = classes_of(model, loader)
+    stayed = copy.deepcopy(model)
+    for one in (model, stayed):
+        ttnorm.stream_(one, memory=memory)
+    with torch.no_grad():
+        for batch in x[:10]:
+            assert torch.equal(model(batch), stayed(batch))
+        model.cuda()
+        for batch in x[10:15]:
+            assert torch.allclose(model(batch.cuda()).cpu(), stayed(batch), atol=1e-4)
+        ttnorm.save_stream(model, tmp_path / "stream.safetensors")
+        ttnorm.load_stream_(model.cpu(), tmp_path / "stream.safetensors")
+        for batch in x[15:]:
+            assert torch.allclose(model(batch), stayed(batch), atol=1e-4)
+    assert ttnorm.health(model)[None].frames == 80
