@@ -50,6 +50,16 @@ def cross_entropy(output: Any, y: Tensor) -> Tensor:
         )
     if y.shape == output.shape:  # how likely each class is
         return F.cross_entropy(output, y.to(output.dtype))
+    if y.shape != (len(output), *output.shape[2:]):
+        raise ValueError(
+            f"Labels have shape {tuple(y.shape)} and the output {tuple(output.shape)}, expected "
+            f"labels of shape {(len(output), *output.shape[2:])}, or a loss of your own: loss=..."
+        )
+    if y.is_cpu and not y.is_floating_point() and y.max() >= output.shape[1]:  # a GPU would wait
+        raise ValueError(
+            f"There is a label {int(y.max())}, and the network tells {output.shape[1]} classes "
+            "apart. For labels to leave out use -100, or a loss with another ignore_index."
+        )
     return F.cross_entropy(output, y if y.is_floating_point() else y.long())
 
 

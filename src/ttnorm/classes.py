@@ -155,8 +155,11 @@ def _labels(output: Any, y: Tensor) -> Tensor | None:
     """The class of every image, (N,); None if there is no such thing."""
     if not isinstance(output, Tensor) or output.dim() != 2:
         return None
-    if y.shape == output.shape:  # how likely each class is
-        return y.argmax(1)
+    if y.shape == output.shape:
+        likely = bool((y >= 0).all()) and torch.allclose(
+            y.float().sum(1), torch.ones(()).to(y.device)
+        )
+        return y.argmax(1) if likely else None  # how likely each class is, or numbers to predict
     if y.shape != (len(output),) or y.is_floating_point() or y.max() >= output.shape[1]:
         return None
     return y

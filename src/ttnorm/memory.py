@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
+from .batches import describe
 from .classes import ALIKE, USUAL, Classes, effect_of, predicted, spread_of, without_class
 from .functional import Moments, batch_moments, mix_moments, normalise
 from .native import moment_dtype
@@ -80,10 +81,15 @@ class Stream(StreamRows):
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward: what its layers will mix in."""
-        given = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim())
-        x = next(given, None)
-        if x is None:
-            raise ValueError("The network was called without a tensor; a stream needs batches.")
+        given = (*args, *kwargs.values())
+        tensors = [v for v in given if isinstance(v, Tensor) and v.dim()]
+        if not tensors:
+            raise ValueError(
+                f"The network was called with {', '.join(map(describe, given)) or 'nothing'}, "
+                "expected a tensor: a stream needs batches. Of a detector that takes a list of "
+                "images, stream its backbone: stream_(model.backbone)."
+            )
+        x = max(tensors, key=Tensor.dim)  # the frames, rather than what is known of them
         if x.device != self.source_mean.device:
             self.to(x.device)
         if self.waiting:
@@ -209,6 +215,8 @@ class Stream(StreamRows):
                 batch = cell_moments(now.share, now.group, *frames)
                 batch = (torch.addcmul(source_mean, batch[0], unit), batch[1] * unit.square())
             mean, var = mix_moments(batch_alpha, mean, var, *batch, cross_term=self.cross_term)
+        dtype = moment_dtype(x)  # the network may have been cast since
+        mean, var = mean.to(dtype), var.to(dtype)
         if len(mean) == 1:
             return normalise(x, mean[0], var[0], layer.weight, layer.bias, layer.eps)
         rows = (mean[now.group], var[now.group])
@@ -318,7 +326,8 @@ class Stream(StreamRows):
     def find_domains(self) -> None:
         """Of the streams that were last seen, if it is time for that; routed memories have some."""
         if self.routes is not None:
-            self.routes.look(self.state, self.active, self._blank)
+            with without_autocast(self.source_mean):
+                self.routes.look(self.state, self.active, self._blank)
 
     def _moments(self, now: Frames) -> Moments:
         """Of every sample in every channel, (N, T)."""

@@ -35,7 +35,7 @@ from .prior import estimate_prior
 from .reproducible import reproducible, warn_of_lasting_workers
 from .shallow import content_of
 from .surgery import borrowed, convert_
-from .tree import CLASSES, CONFIG, CONTENT, remember_
+from .tree import CLASSES, CONFIG, CONTENT, remember_, unwrap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +196,7 @@ def _identity(
     return {
         "config": as_json(config),
         "network": fingerprint(model),
+        "weights": checksum(dict(unwrap(model).named_parameters()), {}),
         "loss": _name_of(loss or cross_entropy),
         "augmentation": _name_of(augment or domain_shift),
         "prior augmentation": _name_of(prior_augment) if prior_augment else None,

@@ -103,8 +103,9 @@ def streams(model: M, ids: Sequence[Id]) -> Iterator[M]:
     """Inside, the samples of a batch belong to the streams of these ids, one id for each.
 
     Every stream has a memory of its own; frames of many streams in one forward come out as if each
-    stream had run alone. A tensor or an array of ids stands for its numbers. It is a state of the
-    model: threads have to take turns, or need models of their own.
+    stream had run alone. A tensor or an array of ids stands for its numbers; to be saved, ids have
+    to be strings or whole numbers. It is a state of the model: threads have to take turns, or need
+    models of their own.
 
     Example:
         >>> from ttnorm import convert_
@@ -144,7 +145,10 @@ def save_stream(model: nn.Module, path: str | os.PathLike[str]) -> None:
     ids = state.pop("ids")
     odd = [one for one in ids if not isinstance(one, (str, int, type(None)))]
     if odd:
-        raise TypeError(f"Stream {odd[0]!r} cannot be saved: its id is no string and no number.")
+        raise TypeError(
+            f"Stream {odd[0]!r} cannot be saved: its id is a {type(odd[0]).__name__}, expected a "
+            "string, a whole number or None."
+        )
     tensors = {name: t.cpu().contiguous() for name, t in state.items()}
     metadata = {
         "format": FORMAT,

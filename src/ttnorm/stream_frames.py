@@ -61,7 +61,7 @@ def usable(x: Tensor) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Without autocast: a memory of bfloat16 would forget small changes."""
+    """Without autocast: in bfloat16 a memory would forget small changes, and see many domains."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()

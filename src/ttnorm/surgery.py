@@ -35,6 +35,7 @@ from .tree import (
     STREAM,
     M,
     batchnorm_layers,
+    device_of,
     known_of,
     norms_in,
     remember_,
@@ -255,7 +256,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def borrowed(
     model: nn.Module, alpha: float | Mapping[str, Tensor], **options: Any
 ) -> Iterator[dict[str, TTNormBase]]:
-    """Inside, the model is converted, in eval mode and frozen; outside, it is as it was.
+    """Inside, the model is converted, in eval mode and frozen, and there is no autocast but one's
+    own; outside, it is as it was.
 
     Args:
         alpha, options: see `convert_`.
@@ -271,7 +273,7 @@ def borrowed(
             parameter.requires_grad_(False)
         for layer in ours:
             layer.group_size = None
-        with eval_mode(model):
+        with eval_mode(model), torch.autocast(device_of(model).type, enabled=False):
             yield ttn_layers(model)
     finally:
         for layer in ttn_layers(model).values():

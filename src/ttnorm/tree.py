@@ -88,4 +88,5 @@ def _is_batchnorm(module: nn.Module) -> bool:
     """Anything that normalises with running statistics, whether we know the class or not."""
     if isinstance(module, _InstanceNorm):
         return False
-    return isinstance(module, _BatchNorm) or {"running_mean", "running_var"} <= set(module._buffers)
+    buffers = {name for name, _ in module.named_buffers(recurse=False)}  # of a scripted one as well
+    return isinstance(module, _BatchNorm) or {"running_mean", "running_var"} <= buffers

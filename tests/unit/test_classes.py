@@ -54,7 +54,15 @@ def test_frames_count_as_if_they_were_of_no_class():
     assert spread_of(classes).tolist() == [0.25]
 
 
-@pytest.mark.parametrize("labels", [torch.zeros(8, 2, 2).long(), torch.full((8,), 4)])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        torch.zeros(8, 2, 2).long(),
+        torch.full((8,), 4),
+        torch.linspace(-1, 1, 32).view(8, 4),  # numbers to predict
+        torch.tensor([0, 1, 1, 0]).expand(8, 4),  # several classes at once
+    ],
+)
 def test_labels_that_are_no_classes_tell_nothing(small_network, labels):
     x = torch.rand(8, 3, 12, 12)
     assert classes_of(small_network, [(x, labels)]) is None

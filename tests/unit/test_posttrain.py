@@ -49,6 +49,15 @@ class TestObjective:
         assert torch.equal(flat(result.alpha), flat(prior))
         assert result.history == []
 
+    def test_an_autocast_around_it_changes_nothing(self, small_network, loader, prior):
+        config = PostTrainConfig(epochs=2, lr=0.01)
+        expected = optimise_alpha(small_network, loader, prior, config).alpha
+        with torch.autocast("cpu", torch.bfloat16):
+            actual = optimise_alpha(small_network, loader, prior, config).alpha
+            again = ttnorm.estimate_prior(small_network, loader, generator=torch.Generator())
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+        assert all(a.dtype == torch.float32 for a in again.values())
+
     def test_zero_epochs_keep_the_start(self, small_network, loader, prior):
         result = optimise_alpha(small_network, loader, prior, PostTrainConfig(epochs=0))
         assert torch.equal(flat(result.alpha), flat(prior))

@@ -53,6 +53,20 @@ class TestWrongLoadersAndLosses:
         loss = lambda output, y: F.cross_entropy(output["out"], y)  # noqa: E731
         post_train_(model, loader, PostTrainConfig(epochs=1), loss=loss)
 
+    @pytest.mark.parametrize(
+        ("labels", "message"),
+        [
+            (torch.full((8,), 7), "There is a label 7, and the network tells 4 classes apart"),
+            (
+                torch.zeros(8, 1).long(),
+                r"shape \(8, 1\) and the output \(8, 4\), expected .*\(8,\)",
+            ),
+        ],
+    )
+    def test_labels_that_do_not_fit(self, small_network, labels, message):
+        with pytest.raises(ValueError, match=message):
+            post_train_(small_network, [(self.X, labels)])
+
     def test_a_loss_per_sample(self, small_network):
         loss = functools.partial(F.cross_entropy, reduction="none")
         with pytest.raises(ValueError, match=r"tensor of shape \(8,\), expected one number"):

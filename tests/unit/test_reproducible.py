@@ -146,6 +146,10 @@ class TestReproducible:
     def test_another_run_s_checkpoint_is_refused(self, small_network, loader, tmp_path):
         checkpoint = tmp_path / "run.safetensors"
         self.run(small_network, loader, checkpoint=checkpoint)
+        fine_tuned = copy.deepcopy(small_network)  # with its BatchNorm layers frozen
+        next(fine_tuned.parameters()).data += 1
+        with pytest.raises(ValueError, match="checkpoint of another run: its weights differs"):
+            self.run(fine_tuned, loader, checkpoint=checkpoint)
         other = dataclasses.replace(self.CONFIG, lr=0.5)
         with pytest.raises(ValueError, match="checkpoint of another run: its config differs"):
             self.run(small_network, loader, config=other, checkpoint=checkpoint)

@@ -17,7 +17,7 @@ from ttnorm.demo import ASSETS
 from ttnorm.files import read_safetensors, write_atomically
 from ttnorm.models import zoo
 from ttnorm.pooling import FARTHEST
-from ttnorm.routes import EVERY
+from ttnorm.routes import EVERY, Routes
 from ttnorm.stream import stream_of
 from ttnorm.stream_config import MEMORIES
 
@@ -327,6 +327,16 @@ def test_half_precision(network):
     torch.testing.assert_close(actual.float(), expected, atol=0.1, rtol=0.1)
 
 
+def test_autocast_makes_no_domains(network, monkeypatch):
+    """They are told apart in full precision: in half of it noise looks like many."""
+    seen = []
+    monkeypatch.setattr(Routes, "look", lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    ttnorm.stream_(network, memory="routed")
+    with torch.autocast("cpu", torch.bfloat16):
+        network(frames(4))
+    assert seen == [False]
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_under_autocast_what_is_remembered_is_not_rounded(network, memory):
     reference = ttnorm.stream_(copy.deepcopy(network), memory=memory)
@@ -380,7 +390,7 @@ def test_what_a_network_does_to_a_layer_s_input_afterwards_is_not_remembered():
 
 def test_a_call_without_a_tensor_is_named(small_network):
     model = ttnorm.stream_(ttnorm.convert_(small_network, 0.5), memory="pool")
-    with pytest.raises(ValueError, match="called without a tensor"):
+    with pytest.raises(ValueError, match="called with a dict, expected a tensor"):
         model({"x": torch.rand(1, 3, 12, 12)})
 
 

@@ -1,6 +1,7 @@
 """Streams of networks and samples of all kinds."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -59,11 +60,38 @@ def test_a_cross_term_that_is_set_later_counts(small_network):
     assert torch.equal(model(x), expected(x))
 
 
-def test_a_network_may_be_cast_to_double_afterwards(network):
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize(("before", "after"), itertools.permutations((torch.float32, torch.double)))
+def test_a_network_may_be_cast_afterwards(network, before, after, gradients):
     x = frames(8)
     expected = ttnorm.stream_(copy.deepcopy(network))(x)
-    actual = ttnorm.stream_(network).double()(x.double())
+    ttnorm.stream_(network.to(before)).to(after)
+    with torch.set_grad_enabled(gradients):
+        actual = network(x.to(after))
+    assert actual.dtype == after
     torch.testing.assert_close(actual.float(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_of_several_inputs_the_frames_are_judged():
+    class WithFacts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+        def forward(self, facts, image):
+            return self.norm(self.conv(image)).mean((2, 3)) + facts
+
+    model = ttnorm.stream_(ttnorm.convert_(WithFacts().eval(), 0.5), memory="pool")
+    model(torch.zeros(4, 1), frames(4))
+    model(torch.rand(1, 1), torch.zeros(1, 3, 12, 12))
+    health = ttnorm.health(model)[None]
+    assert (health.frames, health.rejected) == (4, 1)
+
+
+def test_a_list_of_images_is_refused_with_advice(network):
+    ttnorm.stream_(network)
+    with pytest.raises(ValueError, match=r"called with a list of 2 .*stream_\(model\.backbone\)"):
+        network([frames(1)[0], frames(1)[0]])
 
 
 def test_made_in_inference_mode_it_works_outside(network):

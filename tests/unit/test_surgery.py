@@ -300,3 +300,10 @@ def test_a_layer_of_one_s_own_comes_back_as_the_batchnorm_it_extends():
     model = ttnorm.revert_(nn.Sequential(Mine(3)))
     assert type(model[0]) is nn.BatchNorm2d
     assert model(torch.rand(2, 3, 4, 4)).shape == (2, 3, 4, 4)
+
+
+def test_a_scripted_part_without_batchnorm_is_left_as_it_is():
+    part = torch.jit.script(nn.Hardswish())
+    model = ttnorm.convert_(nn.Sequential(part, nn.BatchNorm2d(4)), alpha=0.1)
+    assert model[0] is part
+    assert ttnorm.alphas(model).keys() == {"1"}
