@@ -61,6 +61,19 @@ def test_severities_can_be_added_and_only_they_are_made(tmp_path, clean, monkeyp
     make(clean, tmp_path, severities=[3, 5])
 
 
+def test_images_that_begin_with_a_black_one_are_there(tmp_path, clean, monkeypatch):
+    images = clean.images.clone()
+    images[0] = 0
+    begins_black = Images(images, clean.labels)
+    options = {"corruptions": ["contrast"], "severities": [5]}
+    make(begins_black, tmp_path, **options)
+    loaded = load_corrupted(tmp_path, "contrast", 5).images
+    assert not loaded[0].any()
+    assert loaded[1].any()
+    monkeypatch.setattr(corrupted, "_make", lambda *_: pytest.fail("it was made again"))
+    make(begins_black, tmp_path, **options)
+
+
 def test_of_two_runs_at_once_one_works_and_the_other_finds_it_done(tmp_path, clean, monkeypatch):
     really, made, go_on = corrupted._make, [], threading.Event()
 
