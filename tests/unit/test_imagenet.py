@@ -210,6 +210,16 @@ class TestNetworks:
         wanted = imagenet.preprocessing_of("timm/test_resnet")
         assert (wanted.crop, wanted.interpolation) == (160, "bilinear")
 
+    @pytest.mark.parametrize("name", ["resnet18.a1_in1k", "resnet18.tv_in1k", "test_resnet"])
+    def test_images_are_resized_and_cropped_as_timm_itself_does(self, name):
+        import timm
+        from timm.data import create_transform, resolve_data_config
+
+        config = resolve_data_config({}, model=timm.create_model(name))
+        resize, crop, *_ = create_transform(**config).transforms
+        ours = imagenet.preprocessing_of(f"timm/{name}")
+        assert (ours.resize, (ours.crop, ours.crop)) == (resize.size, crop.size)
+
     def test_weights_that_cannot_be_downloaded_are_asked_for(self, monkeypatch):
         def offline(*_, **__):
             raise URLError("no connection")

@@ -6,6 +6,7 @@ from where torchvision and timm keep theirs.
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
 from pathlib import Path
@@ -78,7 +79,7 @@ def preprocessing_of(name: str) -> Preprocessing:
     found = resolve_data_config({}, model=_build(name, pretrained=False))
     crop = found["input_size"][-1]
     return Preprocessing(
-        resize=round(crop / found["crop_pct"]),
+        resize=math.floor(crop / found["crop_pct"]),  # as timm's own transform has it
         crop=crop,
         interpolation=found["interpolation"],
         mean=found["mean"],
