@@ -42,6 +42,9 @@ class Drawn:
 
     def take(self, count: int) -> Tensor:
         self.taken += count
+        there = len(self.numbers)
+        # or the slice would be short without a word
+        assert self.taken <= there, f"{self.taken} numbers were taken of {there} that were drawn"
         return self.numbers[self.taken - count : self.taken]
 
 
@@ -180,7 +183,8 @@ def numbers_drawn(augment: Augment, samples: int, channels: int) -> int | None:
     """How many random numbers an augmentation draws for a batch; None for one that is not ours."""
     if _function(augment) not in (prior_shift, domain_shift):
         return None
-    counter = Drawn(torch.zeros(1).expand(100 * samples))
+    # more than any shift draws; per image they are drawn for all ranks
+    counter = Drawn(torch.zeros(1).expand(100 * samples * world_size()))
     augment(torch.zeros(samples, channels, 2, 2), counter)  # type: ignore[arg-type]
     return counter.taken
 

@@ -71,6 +71,20 @@ def test_numbers_drawn_beforehand_give_the_same_shift(shift, per, channels):
     assert torch.equal(after.get_state(), generator.get_state())
 
 
+def test_numbers_drawn_are_those_of_every_rank_s_images(monkeypatch):
+    augment = partial(domain_shift, per="image")
+    alone = numbers_drawn(augment, 1, 3)
+    monkeypatch.setattr("ttnorm.augment.world_size", lambda: 16)
+    assert numbers_drawn(augment, 1, 3) == 16 * alone
+
+
+def test_no_more_numbers_are_taken_than_were_drawn():
+    drawn = Drawn(torch.rand(5))
+    assert len(drawn.take(3)) == 3
+    with pytest.raises(AssertionError, match="6 numbers were taken of 5 that were drawn"):
+        drawn.take(3)
+
+
 def test_a_blur_goes_with_the_size_of_images_and_with_the_strength():
     board = torch.zeros(1, 1, 64, 64)
     board[..., ::2, ::2] = board[..., 1::2, 1::2] = 1

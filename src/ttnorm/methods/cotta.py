@@ -63,11 +63,15 @@ def cotta(
         number = (seed * 1_000_003 + step.updates) * (views + 1) + stream
         return Generator(teacher_vector.device).manual_seed(number % 2**63)
 
-    def view(x: Tensor, index: int) -> Tensor:
-        """An augmented view of samples that follow those already seen in this window."""
+    def view(x: Tensor, index: int, drawn: int) -> Tensor:
+        """An augmented view of samples that follow those already seen in this window.
+
+        Args:
+            index: of the view.
+            drawn: numbers that a sample's shift draws.
+        """
         generator, here = draw(index), slice(step.seen, step.seen + len(x))
-        size = (numbers_drawn(_SHIFT, 1, x.shape[1]) or 0, capacity)
-        numbers = torch.rand(size, generator=generator, device=x.device)
+        numbers = torch.rand((drawn, capacity), generator=generator, device=x.device)
         shifted = _SHIFT(x.clamp(0, 1), Drawn(numbers[:, here].flatten()), check=False)
         size = (capacity, *x.shape[1:])
         grain = torch.randn(size, generator=generator, device=x.device)[here]
@@ -81,8 +85,9 @@ def cotta(
         if views == 0 or not bool(unsure.any()):
             return plain
         mean = torch.zeros_like(plain)
+        drawn = numbers_drawn(_SHIFT, 1, x.shape[1]) or 0
         for index in range(views):
-            mean += in_batches(teacher, view(x, index), batch_size) / views
+            mean += in_batches(teacher, view(x, index, drawn), batch_size) / views
         return torch.where(per_sample(unsure, len(x), batch_size), mean, plain)
 
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
