@@ -148,6 +148,12 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"test_batch.png is truncated or no picture"):
             load_cifar(tmp_path, "test")
 
+    def test_a_sheet_that_is_not_there(self, tmp_path, data):
+        write_npm(tmp_path, data)
+        (tmp_path / "data_batch_3.png").unlink()
+        with pytest.raises(FileNotFoundError, match=r"There is no file .*data_batch_3\.png\.$"):
+            load_cifar(tmp_path, "train")
+
     def test_labels_that_do_not_match(self, tmp_path, data):
         write_npm(tmp_path, data)
         (tmp_path / "test_lables.json").write_text("[1, 2]")

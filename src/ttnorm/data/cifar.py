@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .images import Images, as_tensor
+from .images import Images, as_tensor, read_picture
 
 
 def load_cifar(folder: str | Path, split: str) -> Images:
@@ -85,9 +85,9 @@ def _npm_sheets(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None
     names = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
     if not (folder / f"{names[0]}.png").is_file():
         return None
-    # one image a row
-    rows = [_picture(folder / f"{name}.png").reshape(-1, 32, 32, 3) for name in names]
-    return np.concatenate(rows), _json(folder / f"{split}_lables.json")
+    sheets = [np.asarray(read_picture(folder / f"{name}.png")) for name in names]
+    images = [sheet.reshape(-1, 32, 32, 3) for sheet in sheets]  # one a row
+    return np.concatenate(images), _json(folder / f"{split}_lables.json")
 
 
 def _webp_sheets(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:
@@ -102,7 +102,7 @@ def _sheets(folder: Path, split: str) -> Iterator[np.ndarray]:
         path = folder / f"{split}_{index}.webp"
         if not path.is_file():
             return
-        sheet = _picture(path)
+        sheet = np.asarray(read_picture(path))
         down, across = sheet.shape[0] // 32, sheet.shape[1] // 32
         tiles = sheet.reshape(down, 32, across, 32, 3).transpose(0, 2, 1, 3, 4)
         yield tiles.reshape(-1, 32, 32, 3)
@@ -115,19 +115,6 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is truncated or no JSON: {error}") from error
-
-
-def _picture(path: Path) -> np.ndarray:
-    from PIL import Image, UnidentifiedImageError
-
-    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # a sheet is a large picture
-    try:
-        with Image.open(path) as picture:
-            return np.asarray(picture.convert("RGB"))
-    except (UnidentifiedImageError, OSError) as error:
-        raise ValueError(f"{path} is truncated or no picture: {error}") from error
-    finally:
-        Image.MAX_IMAGE_PIXELS = before
 
 
 class _ArraysOnly(pickle.Unpickler):
