@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.imagenet import Preprocessing
+from .checkpoints import placed
 
 # torchvision's IMAGENET1K_V1: those that papers compare
 TORCHVISION = ("resnet50", "mobilenet_v2")
@@ -48,9 +49,7 @@ def load(name: str, weights: str | Path | None = None, device: str = "cpu") -> n
         load_weights_(model, weights, name)
     wanted = preprocessing_of(name)
     take_unit_images_(model.eval(), wanted.mean, wanted.std)
-    last = torch.device(device).type == "cuda"
-    layout = torch.channels_last if last else torch.contiguous_format
-    return model.to(device).to(memory_format=layout)  # type: ignore[call-overload]
+    return placed(model, device)
 
 
 def is_named(name: str) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..data.imagenet import Preprocessing
 from ..files import read_safetensors, write_atomically
+from .checkpoints import placed, stored
 from .imagenet import read_weights
 
 ENCODERS = ("mobilenet_v2", "resnet50")
@@ -90,13 +91,9 @@ def save_checkpoint(
     **facts: Any,
 ) -> None:
     """Write a trained network with everything that is to be known about it."""
-    tensors = {
-        name: (value.half() if value.dim() == 4 else value).detach().cpu().contiguous()
-        for name, value in model.state_dict().items()
-    }
     about = {"encoder": model.encoder, "segmentation_classes": model.classes}
     recipe = {"config": dataclasses.asdict(config), "history": history}
-    write_atomically(path, tensors, about | recipe | facts)
+    write_atomically(path, stored(model), about | recipe | facts)
 
 
 def load_checkpoint(path: str | os.PathLike[str], device: str = "cpu") -> DeepLabV3Plus:
@@ -107,6 +104,4 @@ def load_checkpoint(path: str | os.PathLike[str], device: str = "cpu") -> DeepLa
     with torch.random.fork_rng(devices=[]):  # the initialisation is overwritten
         model = DeepLabV3Plus(metadata["encoder"], metadata["segmentation_classes"])
     model.load_state_dict(tensors)
-    last = torch.device(device).type == "cuda"
-    layout = torch.channels_last if last else torch.contiguous_format
-    return model.eval().to(device).to(memory_format=layout)  # type: ignore[call-overload]
+    return placed(model.eval(), device)

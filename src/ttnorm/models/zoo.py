@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..files import fingerprint, read_safetensors, write_atomically
+from .checkpoints import placed, stored
 from .train_source import TrainConfig
 from .wide_resnet import WideResNet
 
@@ -62,10 +63,6 @@ def save_checkpoint(
     **facts: Any,
 ) -> None:
     """Write a trained network with everything that is to be known about it."""
-    tensors = {
-        name: (value.half() if value.dim() == 4 else value).detach().cpu().contiguous()
-        for name, value in model.state_dict().items()
-    }
     metadata = {
         "config": dataclasses.asdict(config),
         "classes": model.fc.out_features,
@@ -73,7 +70,7 @@ def save_checkpoint(
         "history": history,
         **facts,
     }
-    write_atomically(path, tensors, metadata)
+    write_atomically(path, stored(model), metadata)
 
 
 def load_checkpoint(
@@ -87,10 +84,7 @@ def load_checkpoint(
     with torch.random.fork_rng(devices=[]):  # the initialisation is overwritten, and costs no draws
         model = WideResNet(config["depth"], config["width"], metadata["classes"])
     model.load_state_dict(tensors)
-    last = torch.device(device).type == "cuda"
-    layout = torch.channels_last if last else torch.contiguous_format
-    model = model.eval().to(device).to(memory_format=layout)  # type: ignore[call-overload]
-    return model, metadata
+    return placed(model.eval(), device), metadata
 
 
 def _check(name: str) -> None:
