@@ -22,7 +22,7 @@ from ..data.segmentation import load_scenes
 from ..models.segmentation import load_checkpoint
 from .experiments import Part
 from .figures import scenes
-from .job import Domains, Job, Network
+from .job import Domains, Job
 from .predict import predictions
 from .subject import Setup, Subject
 from .variants import SEVERITY, Source
@@ -141,12 +141,9 @@ class CamvidBench:
             for name in names
         }
 
-    def network(self, part: Part) -> Network:
-        return self.subject.network(part)
-
     def picture(self, domain: str, frames: int = 3) -> Figure:
         """Some frames of a domain beside their masks, true and predicted, at B = 2."""
-        network = self.network(Part("camvid", "default", 0, ()))
+        network = self.subject.network(Part("camvid", "default", 0, ()))
         data = next(d for d in self._tests if domain in d.images)
         x, shown = data.images[domain], torch.linspace(0, len(data.labels) - 1, frames).long()
         rows = {"input": x[shown], "truth": data.labels[shown]}

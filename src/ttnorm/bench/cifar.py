@@ -12,8 +12,7 @@ from ..data.cifar import load_cifar
 from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.images import Images
 from ..models import zoo
-from .experiments import Part
-from .job import Domains, Network, check_labels, count_classes
+from .job import Domains, check_labels, count_classes
 from .subject import Setup, Subject
 from .variants import SEVERITY, VARIANTS, Source
 
@@ -78,9 +77,6 @@ class CifarBench:
 
     def tests(self, clean: bool) -> list[Domains]:
         return [self.clean if clean else self.corrupted]
-
-    def network(self, part: Part) -> Network:
-        return self.subject.network(part)
 
     def _load(self, split: str) -> Images:
         images = load_cifar(self.folder, split)

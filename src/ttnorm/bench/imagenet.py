@@ -14,8 +14,7 @@ from ..data.corrupted import load_corrupted, make_corrupted
 from ..data.imagenet import CLASSES, MOST, load_imagenet, split_folder
 from ..data.images import Images
 from ..models import imagenet
-from .experiments import Part
-from .job import Domains, Network
+from .job import Domains
 from .subject import Setup, Subject
 from .variants import SEVERITY, Source
 
@@ -117,9 +116,6 @@ class ImageNetBench:
             for name in names
         }
         return Domains("imagenet-c", SEVERITY, images, self._test.labels).to(self.setup.device)
-
-    def network(self, part: Part) -> Network:
-        return self.subject.network(part)
 
     def _images(self, split: str, most: int | None) -> Images:
         folder = split_folder(self.folder, split)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Protocol
 
 from .evaluate import evaluate
-from .experiments import Only, Part, experiments_named, parts
-from .job import Domains, Network
+from .experiments import Only, experiments_named, parts
+from .job import Domains
 from .records import RecordFile
-from .subject import Setup
+from .subject import Setup, Subject
 
 logger = logging.getLogger("ttnorm")
 
@@ -35,8 +35,9 @@ class Bench(Protocol):
     def tests(self, clean: bool) -> Sequence[Domains]:
         """What is scored: domains of the same images together."""
 
-    def network(self, part: Part) -> Network:
-        """The network with what the jobs of a part need."""
+    @property
+    def subject(self) -> Subject:
+        """The network, with the files that were made of it."""
 
 
 def reproduce(
@@ -69,7 +70,7 @@ def reproduce(
                     continue
                 logger.info("%s: %s", name, part)
                 clean = experiment.scenarios == ("source",)
-                network = bench.network(part)
+                network = bench.subject.network(part)
                 for data in bench.tests(clean):
                     if part.images is not None and part.images < len(data.labels):
                         data = data.subset(part.images)
