@@ -11,7 +11,11 @@ from typer.testing import CliRunner
 
 import ttnorm
 from ttnorm import artefact, cli
+from ttnorm.bench.experiments import EXPERIMENTS
+from ttnorm.bench.scenarios import SCENARIOS
 from ttnorm.cli.printing import histogram
+from ttnorm.methods import METHODS
+from ttnorm.norms import NORMS
 
 USER_CODE = """
     import torch
@@ -190,3 +194,16 @@ def test_help_names_every_command():
     commands = ("train-source", "post-train", "info", "export", "corrupt", "evaluate", "report")
     for command in (*commands, "demo"):
         assert command in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("evaluate", [*NORMS, *METHODS, *SCENARIOS]),
+        ("reproduce", [name for name in EXPERIMENTS if not name.startswith("table")]),
+    ],
+)
+def test_help_names_every_choice(command, names, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # no name is broken over two lines
+    words = run(command, "--help").output.replace(",", " ").replace(";", " ").split()
+    assert not set(names) - set(words)

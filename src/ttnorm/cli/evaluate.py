@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from ..bench.scenarios import SCENARIOS, segments
+from ..methods import METHODS, method_named
+from ..norms import NORMS, norm_named
 from . import inputs
 from .options import Dataset, Device, Seed, SkipBad, Weights
 from .printing import console
@@ -67,23 +70,15 @@ def evaluate(
     norm: Annotated[
         list[str] | None,
         typer.Option(
-            help="source, tbn, alpha-bn, adaptive-bn, mixnorm, ema, ttn, ttn-scaled, ttn-counted, "
-            "ttn-dynamic, ttn-stream, -corrected, -balanced, -pool, constant-0.3; if none, all "
-            "that alpha files allow."
+            help=f"{', '.join(NORMS)}, constant-0.3; if none, all that alpha files allow."
         ),
     ] = None,
-    method: Annotated[
-        list[str] | None, typer.Option(help="none, tent, swr, cotta, ttn-online, sliding; none.")
-    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; none.")] = None,
     source: Annotated[
         Path | None, typer.Option(help="A folder of source images; for the method swr.")
     ] = None,
     scenario: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="single, continual, mixed, mixed-pairs, alternating-10, -50, -200, class-sorted, "
-            "dirichlet, source; single."
-        ),
+        list[str] | None, typer.Option(help=f"{', '.join(SCENARIOS)}; single.")
     ] = None,
     batch_size: Annotated[
         list[int] | None, typer.Option(help="200 (not ImageNet), 64, 16, 4, 2, 1.")
@@ -115,12 +110,9 @@ def evaluate(
     from ..bench.evaluate import evaluate as score
     from ..bench.job import Job, check
     from ..bench.runs import load_domains, network_under_test
-    from ..bench.scenarios import segments
     from ..bench.shards import Shards
     from ..data.corruptions import CORRUPTIONS
-    from ..methods import METHODS, method_named
     from ..methods.swr import gradient_agreement
-    from ..norms import NORMS, norm_named
 
     kind = inputs.dataset_named(dataset)
     # names and sizes before any file: a wrong one is not to be found after minutes of reading

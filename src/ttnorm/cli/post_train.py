@@ -22,6 +22,8 @@ from . import inputs
 from .options import Dataset, Device, Network, Output, Seed, SkipBad, Weights
 from .printing import console, last_epoch, print_alpha_file
 
+DEFAULTS = PostTrainConfig()
+
 
 def post_train(
     network: Network,
@@ -48,22 +50,30 @@ def post_train(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Written every epoch; resumed from if there.")
     ] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the loader.")] = 30,
+    epochs: Annotated[int, typer.Option(help="Passes over the loader.")] = DEFAULTS.epochs,
     lr: Annotated[
         float, typer.Option(help="Step size; the paper's for ImageNet is 2.5e-4.")
-    ] = 1e-3,
-    schedule: Annotated[str, typer.Option(help="cosine or constant.")] = "cosine",
-    init: Annotated[str, typer.Option(help="prior, random, or a number in [0, 1].")] = "prior",
-    ce: Annotated[bool, typer.Option(help="Whether the loss of the network counts.")] = True,
-    mse: Annotated[bool, typer.Option(help="Whether the distance to the prior counts.")] = True,
-    lambda_: Annotated[float, typer.Option("--lambda", help="Weight of that distance.")] = 1.0,
-    granularity: Annotated[str, typer.Option(help="channel, layer or constant.")] = "channel",
+    ] = DEFAULTS.lr,
+    schedule: Annotated[str, typer.Option(help="cosine or constant.")] = DEFAULTS.schedule,
+    init: Annotated[str, typer.Option(help="prior, random, or a number in [0, 1].")] = str(
+        DEFAULTS.init
+    ),
+    ce: Annotated[bool, typer.Option(help="Whether the loss of the network counts.")] = DEFAULTS.ce,
+    mse: Annotated[
+        bool, typer.Option(help="Whether the distance to the prior counts.")
+    ] = DEFAULTS.mse,
+    lambda_: Annotated[
+        float, typer.Option("--lambda", help="Weight of that distance.")
+    ] = DEFAULTS.lambda_,
+    granularity: Annotated[
+        str, typer.Option(help="channel, layer or constant.")
+    ] = DEFAULTS.granularity,
     average: Annotated[
         str | None, typer.Option(help="Average alpha afterwards: layer or constant.")
-    ] = None,
+    ] = DEFAULTS.average,
     dynamic_batch: Annotated[
         tuple[int, int] | None, typer.Option(help="Draw batch sizes from a range, e.g. 4 200.")
-    ] = None,
+    ] = DEFAULTS.dynamic_batch,
     group_sizes: Annotated[
         str,
         typer.Option(
@@ -73,23 +83,25 @@ def post_train(
     source_count: Annotated[
         float,
         typer.Option(help="Samples that the source counts for beside those of a batch."),
-    ] = 0.0,
+    ] = DEFAULTS.source_count,
     shift: Annotated[
         str, typer.Option(help="One simulated shift per batch or per image.")
-    ] = "batch",
+    ] = DEFAULTS.shift,
     early_stop: Annotated[
         float | None, typer.Option(help="Stop when the MSE changes by less than this share ...")
-    ] = None,
-    patience: Annotated[int, typer.Option(help="... for so many epochs.")] = 3,
+    ] = DEFAULTS.early_stop,
+    patience: Annotated[int, typer.Option(help="... for so many epochs.")] = DEFAULTS.patience,
     steps_per_epoch: Annotated[
         int | None, typer.Option(help="End an epoch after so many batches.")
-    ] = None,
-    amp: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = None,
+    ] = DEFAULTS.steps_per_epoch,
+    amp: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = DEFAULTS.amp,
     sync_statistics: Annotated[
         bool, typer.Option(help="Ranks of a data-parallel run share their statistics.")
-    ] = True,
-    prior_samples: Annotated[int, typer.Option(help="Samples the prior looks at.")] = 1024,
-    seed: Seed = 0,
+    ] = DEFAULTS.sync_statistics,
+    prior_samples: Annotated[
+        int, typer.Option(help="Samples the prior looks at.")
+    ] = DEFAULTS.prior_samples,
+    seed: Seed = DEFAULTS.seed,
     device: Device = None,
 ) -> None:
     """Learn, once and with labelled source data, how far each channel should trust the batch.

@@ -7,18 +7,19 @@ from typing import Annotated
 
 import typer
 
+from ..bench.experiments import EXPERIMENTS, Only, experiments_named
 from . import inputs
 from .options import Device
 from .printing import console
+
+TABLES = [name for name in EXPERIMENTS if name.startswith("table")]
+OTHERS = [name for name in EXPERIMENTS if name not in TABLES]
 
 
 def reproduce(
     names: Annotated[
         list[str],
-        typer.Argument(
-            help="table1 to table14, figure1, figure4, figure5, mixed-pairs, streams, "
-            "streams-source, streams-alternating, streams-methods, sliding, or all."
-        ),
+        typer.Argument(help=f"{TABLES[0]} to {TABLES[-1]}, {', '.join(OTHERS)}, or all."),
     ],
     records: Annotated[
         Path, typer.Option(help="The folder of records to add to, and of alpha files.")
@@ -78,7 +79,6 @@ def reproduce(
     from ..bench import figures, formats, subject, tables
     from ..bench.camvid import CamvidBench
     from ..bench.cifar import CifarBench
-    from ..bench.experiments import Only, experiments_named
     from ..bench.imagenet import ImageNetBench
     from ..bench.records import read_records
     from ..bench.reproduce import Bench
