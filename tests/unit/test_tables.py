@@ -217,9 +217,18 @@ def test_csv_holds_everything():
 
 def test_latex_is_a_tabular():
     text = formats.to_latex(table())
-    assert r"TTN & \textbf{12.00} & \textbf{12.00} & \textbf{12.00} \\" in text
     assert r"$\alpha$ = 0.3" in text
     assert text.count(r"\\") == 5
+
+
+def test_latex_has_the_paper_s_numbers_beside_ours():
+    text = formats.to_latex(table())
+    small = ("{\\scriptsize (11.67)}", "{\\scriptsize (17.99)}", "{\\scriptsize (14.83)}")
+    assert "TTN & " + " & ".join(rf"\textbf{{12.00}} {paper}" for paper in small) in text
+    empty = formats.to_latex(table(RECORDS[:-1]))
+    assert r"$\alpha$ = 0.3 & 15.00 {\scriptsize (12.05)} & – {\scriptsize (17.42)} & –" in empty
+    without = formats.to_latex(table([r | {"severity": 3} for r in RECORDS]))
+    assert r"TTN & \textbf{12.00} & \textbf{12.00} & \textbf{12.00} \\" in without
 
 
 def test_rich_shows_every_number(capsys):

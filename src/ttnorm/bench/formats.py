@@ -49,7 +49,8 @@ def to_markdown(table: Table) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """For a paper: booktabs, our errors only, the best of a column in bold."""
+    """For a paper: booktabs, our error, the best of a column in bold, the paper's small in
+    brackets."""
     bold = _bold(table)
     lines = [
         f"% {table.title}. {table.note}",
@@ -63,6 +64,8 @@ def to_latex(table: Table) -> str:
         for index, cell in enumerate(cells):
             if id(cell) in bold:
                 texts[index] = rf"\textbf{{{texts[index]}}}"
+            if cell.paper is not None:
+                texts[index] += rf" {{\scriptsize ({cell.paper:.2f})}}"
         lines.append(
             " & ".join([name.replace("α", r"$\alpha$").replace("λ", r"$\lambda$"), *texts]) + r" \\"
         )
