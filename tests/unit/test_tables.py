@@ -10,6 +10,7 @@ import torch
 
 from ttnorm import artefact, surgery
 from ttnorm.bench import figures, formats, paper, tables
+from ttnorm.bench.experiments import EXPERIMENTS
 from ttnorm.bench.report import write_report
 from ttnorm.data.corruptions import CORRUPTIONS
 
@@ -197,6 +198,57 @@ def test_by_domain():
     assert [c.ours for c in dict(found.rows)["TTN"]] == [*range(5, 20), 12.0]
 
 
+def test_by_domain_ttn_is_beside_the_paper_s():
+    options = {"dataset": "cifar10-c", "scenario": "single"}
+    rows = dict(tables.by_domain(RECORDS, batch_size=1, **options).rows)
+    assert rows["TTN"][0] == tables.Cell(5.0, None, 22.03)
+    assert rows["TTN"][-1].paper == pytest.approx(17.99, abs=0.005)
+    assert all(cell.paper is None for cell in rows["TBN"])
+    mild = [r | {"severity": 3} for r in RECORDS]
+    rows = dict(tables.by_domain(mild, batch_size=1, **options).rows)
+    assert all(cell.paper is None for cell in rows["TTN"])
+
+
+class TestByCorruption:
+    def found(self, records=RECORDS):
+        return tables.by_corruption(records, dataset="cifar10-c", scenario="single")
+
+    def test_each_is_beside_the_paper_s_at_every_batch_size(self):
+        rows = dict(self.found().rows)
+        assert self.found().columns == ["B = 200", "B = 1"]
+        assert list(rows) == [*(c.replace("_", " ") for c in CORRUPTIONS), "average"]
+        assert rows["shot noise"] == [tables.Cell(6.0, None, 12.78), tables.Cell(6.0, None, 19.97)]
+
+    def test_the_average_is_what_the_table_of_batch_sizes_has(self):
+        average, row = dict(self.found().rows)["average"], dict(table().rows)["TTN"]
+        for here, there in zip(average, row, strict=False):
+            assert here.ours == there.ours
+            assert here.paper == pytest.approx(there.paper, abs=0.005)
+
+    def test_no_corruption_is_better_than_another(self):
+        assert "**" not in formats.to_markdown(self.found())
+        assert "textbf" not in formats.to_latex(self.found())
+
+    def test_one_that_was_not_run_is_empty_and_so_is_the_average(self):
+        rest = [r for r in RECORDS if (r["domain"], r["batch_size"]) != ("fog", 1)]
+        rows = dict(self.found(rest).rows)
+        assert [cell.ours for cell in rows["fog"]] == [14.0, None]
+        assert [cell.ours for cell in rows["average"]] == [12.0, None]
+
+    def test_other_severities_are_not_put_beside_the_paper(self):
+        mild = [r | {"severity": 3} for r in RECORDS]
+        assert all(cell.paper is None for _, cells in self.found(mild).rows for cell in cells)
+
+    def test_no_records_of_it(self):
+        with pytest.raises(ValueError, match="no records of TTN on cifar10-c, single"):
+            self.found([r for r in RECORDS if r["norm"] == "tbn"])
+
+    def test_it_is_what_table14_shows(self):
+        _, shown = tables.of_experiment(EXPERIMENTS["table14"], RECORDS)
+        assert shown == self.found()
+        assert len(tables.of_experiment(EXPERIMENTS["table1"], RECORDS)) == 1
+
+
 def test_markdown_marks_the_best_of_a_column():
     text = formats.to_markdown(table())
     assert text.splitlines()[0] == "| | B = 200 | B = 1 | average |"
@@ -267,7 +319,17 @@ def test_the_paper_s_cells_have_the_averages_they_should(scenario, dataset, norm
     assert sum(row) / 6 == pytest.approx(average, abs=0.011)
 
 
+@pytest.mark.parametrize("batch_size", paper.BATCH_SIZES)
+def test_the_paper_s_corruptions_have_the_average_of_its_main_table(batch_size):
+    cell = ("single", "cifar10-c", "ttn", "none", batch_size)
+    each = [paper.corruption_error(*cell, corruption) for corruption in CORRUPTIONS]
+    assert sum(each) / 15 == pytest.approx(paper.error(*cell), abs=0.005)
+
+
 def test_what_the_paper_does_not_have():
+    assert paper.corruption_error("single", "cifar10-c", "ttn", "none", 8, "fog") is None
+    assert paper.corruption_error("single", "cifar10-c", "tbn", "none", 200, "fog") is None
+    assert paper.corruption_error("single", "cifar10-c", "ttn", "none", 200, "mixed") is None
     assert paper.error("single", "cifar10-c", "ttn", "none", 8) is None
     assert paper.error("single", "cifar10-c", "mixnorm", "none", 2) is None
     assert paper.error("dirichlet", "cifar10-c", "ttn", "none", 1) is None
@@ -307,7 +369,7 @@ class TestReport:
         for folder in ("one", "two"):
             write_report(RECORDS, tmp_path / folder, [tmp_path / "net.ttn.safetensors"])
         files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.*"))
-        assert len(files) == 10
+        assert len(files) == 12
         for file in files:
             first, second = ((tmp_path / f / file).read_bytes() for f in ("one", "two"))
             assert first == second, file
@@ -316,6 +378,8 @@ class TestReport:
         write_report(RECORDS, tmp_path)
         text = (tmp_path / "results.md").read_text()
         assert "| TTN | 55.6 % (36.1 %) | 55.6 % (1.5 %) | 55.6 % (18.8 %) |" in text  # 1 - 12 / 27
+        every = text.index("TTN under every corruption, at every batch size:")
+        assert "| glass blur | 9.00 (17.87, -8.87) | 9.00 (26.99, -17.99) |" in text[every:]
         links = [part.split(")")[0] for part in text.split("](")[1:]]
         assert links
         assert all((tmp_path / link).is_file() for link in links)
@@ -343,6 +407,11 @@ class TestReport:
         assert "Components" not in text
         assert (tmp_path / "results" / "cifar10-c-corruptions-prior.svg").is_file()
         assert not (tmp_path / "results" / "cifar10-c-corruptions-alpha.svg").exists()
+
+    def test_an_ablation_of_ttn_is_not_shown_as_ttn(self, tmp_path):
+        ttn = [r for r in RECORDS if r["norm"] == "ttn"]
+        write_report(RECORDS[:60] + fitted("lambda-10", 0, ttn), tmp_path)
+        assert "TTN under every corruption" not in (tmp_path / "results.md").read_text()
 
     def test_nothing_to_report(self, tmp_path):
         with pytest.raises(ValueError, match="no records"):

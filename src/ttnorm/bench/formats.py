@@ -56,7 +56,7 @@ def to_latex(table: Table) -> str:
         f"% {table.title}. {table.note}",
         rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
         r"\toprule",
-        " & ".join(["Method", *table.columns]) + r" \\",
+        " & ".join(["", *table.columns]) + r" \\",
         r"\midrule",
     ]
     for name, cells in table.rows:

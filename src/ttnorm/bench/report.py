@@ -110,6 +110,17 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
         options = {"dataset": dataset, "scenario": scenario, "batch_size": largest}
         page.table(f"{base}-domains", tables.by_domain(named, **options))
         page.figure(f"{base}-domains", figures.error_by_domain(named, **options))
+        _each_corruption(page, named, base)
+
+
+def _each_corruption(page: _Page, records: list[Record], base: str) -> None:
+    """TTN at every batch size, where the paper has it too."""
+    options = {"dataset": records[0]["dataset"], "scenario": records[0]["scenario"]}
+    published = (options["scenario"], options["dataset"], "ttn", "none") in paper.EACH_CORRUPTION
+    ttn = [r for r in records if (r["norm"], r["method"]) == ("ttn", "none")]
+    if published and any(tables.is_of_its_norm(r) for r in ttn):
+        page.add("TTN under every corruption, at every batch size:")
+        page.table(f"{base}-corruptions", tables.by_corruption(ttn, **options))
 
 
 def _meets_small_batches(record: Record) -> bool:

@@ -86,7 +86,7 @@ class Table:
 
     Args:
         higher: whether more is better.
-        apart: names of rows that were run on fewer images, and are not compared with the others.
+        apart: names of rows that are not compared with others, as those on fewer images are not.
     """
 
     title: str
@@ -146,7 +146,7 @@ def split(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 def by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> Table:
     """A row per norm and method, a column per batch size and one for their average."""
     chosen = [r for r in records if r["dataset"] == dataset and r["scenario"] == scenario]
-    chosen = [r for r in chosen if _is_of_its_norm(r)]
+    chosen = [r for r in chosen if is_of_its_norm(r)]
     if not chosen:
         raise ValueError(f"There are no records of {dataset} in the scenario {scenario}.")
     sizes = sorted({r["batch_size"] for r in chosen}, reverse=True)
@@ -171,7 +171,7 @@ def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_s
         r
         for r in records
         if (r["dataset"], r["scenario"], r["batch_size"]) == (dataset, scenario, batch_size)
-        and _is_of_its_norm(r)
+        and is_of_its_norm(r)
     ]
     if not chosen:
         raise ValueError(f"There are no records of {dataset}, {scenario} at B = {batch_size}.")
@@ -181,15 +181,53 @@ def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_s
     averaged, of_what = domains, ""
     if corrupted and len(corrupted) < len(domains):
         averaged, of_what = corrupted, " of corruptions"
+    published = _as_in_the_paper(chosen)
     rows = []
     for norm, method in _rows(chosen):
         here = [r for r in chosen if (r["norm"], r["method"]) == (norm, method)]
-        cells = {d: _cell([r for r in here if r["domain"] == d], {d}, None) for d in domains}
+        cells = {}
+        for d in domains:
+            cell = (scenario, dataset, norm, method, batch_size, d)
+            theirs = paper.corruption_error(*cell) if published else None
+            cells[d] = _cell([r for r in here if r["domain"] == d], {d}, theirs)
         average = _average([cells[d] for d in averaged])
         rows.append((_row_title(norm, method, chosen), [*cells.values(), average]))
     title = f"{dataset}, {scenario}, B = {batch_size}: {score_name(chosen)}"
     columns = [*(d.replace("_", " ") for d in domains), "average" + of_what]
     return Table(title, columns, rows, _note(chosen), "miou" in chosen[0], _apart(chosen))
+
+
+def by_corruption(records: Iterable[Record], *, dataset: str, scenario: str) -> Table:
+    """TTN alone: a row per corruption and one for their average, a column per batch size."""
+    what = (dataset, scenario, "ttn", "none")
+    chosen = [
+        r
+        for r in records
+        if (r["dataset"], r["scenario"], r["norm"], r["method"]) == what and is_of_its_norm(r)
+    ]
+    if not chosen:
+        raise ValueError(f"There are no records of TTN on {dataset}, {scenario}.")
+    sizes = sorted({r["batch_size"] for r in chosen}, reverse=True)
+    published = _as_in_the_paper(chosen)
+    rows = []
+    for domain in dict.fromkeys(r["domain"] for r in chosen):
+        cells = []
+        for size in sizes:
+            here = [r for r in chosen if (r["domain"], r["batch_size"]) == (domain, size)]
+            cell = (scenario, dataset, "ttn", "none", size, domain)
+            theirs = paper.corruption_error(*cell) if published else None
+            cells.append(_cell(here, {domain}, theirs))
+        rows.append((domain.replace("_", " "), cells))
+    columns = zip(*(cells for _, cells in rows), strict=True)
+    rows.append(("average", [_average(column) for column in columns]))
+    return Table(
+        f"TTN on {dataset}, {scenario}: {score_name(chosen)}",
+        [f"B = {size}" for size in sizes],
+        rows,
+        _note(chosen),
+        # one corruption is easier than another, not better
+        apart=frozenset(title for title, _ in rows),
+    )
 
 
 def by_class(
@@ -202,7 +240,7 @@ def by_class(
         classes: their names; one that is nowhere in the domain has an empty cell.
     """
     chosen = [r for r in records if (r["domain"], r["batch_size"]) == (domain, batch_size)]
-    chosen = [r for r in chosen if _is_of_its_norm(r)]
+    chosen = [r for r in chosen if is_of_its_norm(r)]
     if not chosen:
         raise ValueError(f"There are no records of {domain} at B = {batch_size}.")
     rows = []
@@ -271,10 +309,12 @@ def of_experiment(experiment: Experiment, records: Iterable[Record]) -> list[Tab
         if dataset.removesuffix("-c") not in experiment.datasets:
             continue
         here = [r for r in group if (r["norm"], r["method"]) in experiment.rows]
-        if scenario in experiment.scenarios and any(_is_of_its_norm(r) for r in here):
+        if scenario in experiment.scenarios and any(is_of_its_norm(r) for r in here):
             found.append(by_batch_size(here, dataset=dataset, scenario=scenario))
             if found[-1].higher:  # domains are as different as weather and dusk
                 found += every_domain(here, dataset, scenario).values()
+            if experiment.each_corruption:
+                found.append(by_corruption(here, dataset=dataset, scenario=scenario))
         variants = {v[0] for r in group if (v := variant_of(r))}
         for title, names in ABLATIONS.items():
             shown = set(experiment.variants) == names.keys() and variants & names.keys()
@@ -349,7 +389,7 @@ def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) ->
     return _mean_cell(means)._replace(paper=theirs)
 
 
-def _is_of_its_norm(record: Record) -> bool:
+def is_of_its_norm(record: Record) -> bool:
     """Whether its alpha is the one that the norm stands for, and no ablation of it."""
     variant = variant_of(record)
     return variant is None or variant[0] in ("default", "dynamic")
