@@ -310,7 +310,7 @@ def _checked(images: Tensor, name: str, check: bool) -> Tensor:
     if images.dim() != 4:
         raise ValueError(
             f"{name} works on images (N, C, H, W), got shape {tuple(images.shape)}. "
-            "Pass your own augment(x, generator) for other data."
+            "For other data pass shifts of your own, prior_augment= and augment=."
         )
     if check:
         check_unit_range(images)

@@ -116,8 +116,10 @@ def post_train_(
     for attribute, value in known.items():
         if value is not None:  # it is where a finished run is read with no images
             remember_(model, attribute, value)
-    names = {key: identity[key] for key in ("prior augmentation", "augmentation")}
-    remember_(model, CONFIG, as_json(config) | names)
+    also = {key: identity[key] for key in ("prior augmentation", "augmentation")}
+    if mean is not None or std is not None:
+        also |= {"mean": mean, "std": std}
+    remember_(model, CONFIG, as_json(config) | also)
     return result
 
 

@@ -4,9 +4,11 @@ import dataclasses
 import subprocess
 import sys
 import textwrap
+from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import ttnorm
@@ -116,7 +118,18 @@ def test_post_train_takes_every_option(project):
     assert config["dynamic_batch"] == [2, 8]
     assert config["group_sizes"] == [1, 4]
     assert config["init"] == 0.3
+    assert config["mean"] == config["std"] == [0.5, 0.5, 0.5]
     assert (project / "run.safetensors").exists()
+
+
+def test_info_cuts_nothing_off_where_it_goes_to_a_file(tmp_path):
+    name = "a_name_that_is_longer_than_a_window_is_wide_" * 2
+    model = nn.Sequential(OrderedDict({name: nn.BatchNorm2d(4)}))
+    path = tmp_path / "long.safetensors"
+    artefact.save(ttnorm.convert_(model, 0.97), path)
+    output = run("info", path).output
+    assert f"{name} " in output
+    assert "·" * 19 + "▇" in output
 
 
 def test_info_shows_layers_and_how_it_was_made(alpha_file):

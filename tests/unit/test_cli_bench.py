@@ -84,9 +84,11 @@ def test_from_images_to_a_report(ttnorm, corrupted, tmp_path):
 
 
 def test_a_second_call_adds_nothing_and_sequential_is_the_same(ttnorm, corrupted, tmp_path):
-    ttnorm(EVALUATE)
+    assert "r.jsonl: 8 new records, 0 from before" in ttnorm(EVALUATE)[1]
     before = (tmp_path / "r.jsonl").read_bytes()
-    assert ttnorm(EVALUATE)[0] == 0
+    code, output, _ = ttnorm(EVALUATE)
+    assert code == 0
+    assert "r.jsonl: 0 new records, 8 from before" in output
     assert (tmp_path / "r.jsonl").read_bytes() == before
     ttnorm(EVALUATE.replace("r.jsonl", "s.jsonl") + " --sequential")
     grouped, sequential = (read_records([tmp_path / f"{name}.jsonl"]) for name in "rs")
@@ -187,6 +189,10 @@ def test_somebody_s_file_is_not_written_to(ttnorm, corrupted, tmp_path):
         (
             "post-train mine:network mine:network out --batch-size 4",
             "--batch-size is for folders; mine:network says its own",
+        ),
+        (
+            "post-train mine:network cifar out --mean 0.5,0.5,0.5 --std 0.2,0.2,0.2",
+            "--mean and --std are for loaders of your own; the images of cifar are given as they",
         ),
         (
             "post-train mine:of_three_classes cifar out --device cpu",

@@ -58,6 +58,9 @@ class RecordFile:
         self._cells = {_cell(record) for record in read_records(files, missing_ok=True)}
         self._of_others: set[str] = set()  # that other processes have written since
 
+    def __len__(self) -> int:
+        return len(self._cells)
+
     def __contains__(self, record: Record) -> bool:
         return _cell(record) in self._cells
 

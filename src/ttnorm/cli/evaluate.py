@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from .. import artefact
 from ..bench.scenarios import SCENARIOS, segments
 from ..methods import METHODS, method_named
 from ..norms import NORMS, norm_named
@@ -57,7 +58,11 @@ def corrupt(
 def evaluate(
     records: Annotated[Path, typer.Argument(help="The JSONL file to add records to.")],
     network: Annotated[
-        str, typer.Option(help="A network by name, a checkpoint, or MODULE:FUNCTION.")
+        str,
+        typer.Option(
+            help="A network by name, a checkpoint, or MODULE:FUNCTION; it is given images in "
+            "[0, 1]."
+        ),
     ] = "wrn40_2-cifar10",
     weights: Weights = None,
     dataset: Annotated[str, typer.Option(help="cifar-c or imagenet-c.")] = "cifar-c",
@@ -100,7 +105,8 @@ def evaluate(
 ) -> None:
     """Score normalisations: every norm x method x scenario x batch size, one record per cell.
 
-    Killed, it goes on where it was; cells on file are not run again. Options that take a list are
+    Killed, it goes on where it was; cells on file are not run again (of a network that was trained
+    on with the same running statistics neither: give it another file). Options that take a list are
     given several times: --norm tbn --norm ttn. Under torchrun (torchrun --nproc-per-node 8 -m
     ttnorm evaluate ...) every process takes its share of the corruptions, or of the batch sizes
     where corruptions follow on each other, and the records become one file.
@@ -109,6 +115,7 @@ def evaluate(
 
     from ..bench.evaluate import evaluate as score
     from ..bench.job import Job, check
+    from ..bench.records import read_records
     from ..bench.runs import load_domains, network_under_test
     from ..bench.shards import Shards
     from ..data.corruptions import CORRUPTIONS
@@ -132,6 +139,8 @@ def evaluate(
         inputs.check_loader(examples, str(source), model, network, kind)
         agreement = shards.common("agreement", lambda: gradient_agreement(model, examples))
     tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
+    for path in tested.alpha_files.values():
+        _warn_of_normalised_images(path)
     runs = []
     for chosen in scenario or ["single"]:
         jobs = [
@@ -159,10 +168,13 @@ def evaluate(
         check(tested, tests, jobs)
         runs.append((tests, jobs))
     with shards.records(records) as file:
+        before = len(file)
         for tests, jobs in runs:
             score(tested, tests.to(where), jobs, file, grouped=not sequential)
     if shards.rank == 0:
         _print_tables(records)
+        new = len(read_records([records])) - before
+        console.print(f"{records}: {new} new records, {before} from before", soft_wrap=True)
 
 
 def report(
@@ -180,6 +192,16 @@ def report(
     written = write_report(read_records(records), output, alpha or [])
     for path in written:
         console.print(path)
+
+
+def _warn_of_normalised_images(alpha_file: Path) -> None:
+    if artefact.read(alpha_file).metadata["config"].get("mean") is not None:
+        console.print(
+            f"{alpha_file} was fitted with images that the loader normalised, and the network is "
+            "given images in [0, 1] here: it has to normalise them itself.",
+            style="yellow",
+            markup=False,
+        )
 
 
 def _print_tables(records: Path) -> None:

@@ -128,6 +128,11 @@ def post_train(
         source = inputs.loader(
             loader, where, dataset, network=network, batch_size=batch_size, skip_bad=skip_bad
         )
+        if isinstance(source, DeviceLoader) and (mean or std):
+            raise ValueError(
+                f"--mean and --std are for loaders of your own; the images of {loader} are given "
+                "as they are, in [0, 1]. Have the network normalise them itself."
+            )
         if isinstance(source, DeviceLoader) or not loss:  # which may want labels of its own
             inputs.check_loader(source, loader, model, network, dataset)
         images = len(source.images) * world_size() if isinstance(source, DeviceLoader) else None

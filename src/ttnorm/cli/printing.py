@@ -25,6 +25,7 @@ def print_alpha_file(path: Path) -> None:
         f"network {network[:12]}: {len(alpha)} layers, {len(every)} channels, "
         f"mean alpha {every.mean():.3f}",
         markup=False,
+        soft_wrap=True,
     )
     if metadata["config"]:
         console.print(
@@ -33,12 +34,15 @@ def print_alpha_file(path: Path) -> None:
             markup=False,
         )
     table = Table("layer", "channels", "mean", "min", "max", "alpha 0 … 1")
+    table.columns[0].overflow = "fold"  # no name and no bar is cut off in a narrow window
+    table.columns[5].min_width = 20
     for column in table.columns[1:5]:
         column.justify = "right"
     for name, a in [*alpha.items(), ("all", every)]:
         numbers = (f"{value:.3f}" for value in (a.mean(), a.min(), a.max()))
         table.add_row(name, str(len(a)), *numbers, histogram(a))
-    console.print(table)
+    wide = console if console.is_terminal else Console(width=200)  # a file has no edge
+    wide.print(table)
 
 
 def histogram(alpha: Tensor) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor, nn
 
-Model = TypeVar("Model", bound=nn.Module)
+from ..tree import M
 
 
 def stored(model: nn.Module) -> dict[str, Tensor]:
@@ -18,7 +16,7 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def placed(model: Model, device: str) -> Model:
+def placed(model: M, device: str) -> M:
     """A network on a device; on CUDA it lies channels last, what convolutions there are made for.
 
     Example:
