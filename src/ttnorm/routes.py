@@ -12,16 +12,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .routing import Content, Groups, find_groups, heirs, nearest
+from .routing import Content, Groups, Luck, draw, find_groups, heirs, nearest
 from .stream_rows import State
 
 RECENT = 512  # frames of a stream in which domains are looked for
 EVERY = 16  # frames after which they are looked for anew
 FIRST = 32  # frames that have to be there for that
 SAME = 0.8  # of a slot's frames: a new slot with more of them inherits its memory in full
+READ = ("frames", "seen")  # what a look needs and leaves alone
 GROUPS = ("middles", "there", "reach")  # see `routing.Groups`
 # what belongs to a slot
 MEMORY = ("mean", "var", "count", "slot_seen", "excess", "runs", "within", "compared")
+# what a look is given
+SORTED = (*READ, "looked", "frame_slot", *MEMORY, *GROUPS)
 
 
 class Routes:
@@ -34,9 +37,11 @@ class Routes:
 
     def __init__(self, content: Content, domains: int) -> None:
         self.content, self.domains, self.slots = content, domains, domains + 1
+        self.luck = draw(RECENT, domains, content.mean)  # here, for a graph cannot
 
     def to(self, device: torch.device) -> None:
         self.content = Content(*(t.to(device) for t in self.content))
+        self.luck = Luck(*(t.to(device) for t in self.luck))
 
     def blank(self, streams: int) -> State:
         """Of streams that have seen nothing: there is one domain, and everything belongs to it."""
@@ -85,22 +90,53 @@ class Routes:
         """
         seen = state["seen"][rows]
         due = (seen // EVERY > state["looked"][rows]) & (seen >= FIRST)
-        rows, seen = rows[due], seen[due]
+        if torch.compiler.is_exporting():
+            self._look_in_graph(state, due[0], blank(1))
+            return
+        rows = rows[due]
         if not len(rows):
             return
-        state["looked"][rows] = seen // EVERY
-        frames, before = (state[name][rows, :RECENT] for name in ("frames", "frame_slot"))
-        there = (torch.arange(RECENT, device=rows.device) < seen[:, None]).to(frames)
-        groups = find_groups(frames, there, self.domains)
-        slot = nearest(frames, groups)
-        self._inherit(state, rows, blank(1), *heirs(slot, before, there, self.slots))
-        state["frame_slot"][rows, :RECENT] = slot
-        for name, value in zip(GROUPS, groups, strict=True):
+        found = self._sort(_recent(state, rows), blank(1), self.luck)
+        state["frame_slot"][rows, :RECENT] = found.pop("frame_slot")
+        for name, value in found.items():
             state[name][rows] = value
 
-    def _inherit(
-        self, state: State, rows: Tensor, blank: State, parent: Tensor, share: Tensor
-    ) -> None:
+    def _look_in_graph(self, state: State, due: Tensor, blank: State) -> None:
+        """The same for a graph, which has a single stream and cannot write where it reads."""
+        # detached: where gradients could flow, torch.cond would be traced anew with every frame
+        before = {name: state[name].detach() for name in SORTED if name in state}
+        fresh = {name: blank[name] for name in MEMORY if name in state}
+        changing = [name for name in before if name not in READ]
+
+        def look(before: State, fresh: State, luck: Luck) -> list[Tensor]:
+            found = self._sort(_recent(before, slice(None)), fresh, luck)
+            last = before["frame_slot"][:, RECENT:]
+            found["frame_slot"] = torch.cat((found["frame_slot"], last), 1)
+            return [found[name] for name in changing]
+
+        def keep(before: State, fresh: State, luck: Luck) -> list[Tensor]:
+            return [before[name].clone() for name in changing]
+
+        # all that they read is given to both: what they knew by themselves could overlap
+        found = torch.cond(due, look, keep, (before, fresh, self.luck))
+        state.update(zip(changing, found, strict=True))
+
+    def _sort(self, state: State, blank: State, luck: Luck) -> State:
+        """Look for domains in the last frames of streams: all that changes by that.
+
+        Args:
+            state: see `_recent`.
+            blank: of a stream that has seen nothing.
+            luck: see `routing.find_groups`.
+        """
+        frames, seen = state["frames"], state["seen"]
+        there = (torch.arange(RECENT, device=seen.device) < seen[:, None]).to(frames)
+        groups = find_groups(frames, there, self.domains, luck)
+        slot = nearest(frames, groups)
+        memory = self._inherit(state, blank, *heirs(slot, state["frame_slot"], there, self.slots))
+        return {"looked": seen // EVERY, "frame_slot": slot, **memory, **groups._asdict()}
+
+    def _inherit(self, state: State, blank: State, parent: Tensor, share: Tensor) -> State:
         """Give every slot the memory of the one that its frames were in, as far as they were.
 
         Args:
@@ -108,15 +144,22 @@ class Routes:
             share: of that slot's frames that are here now, (S, slots); with 0 a slot starts anew.
         """
         share = torch.where(share > SAME, 1.0, share)
-        each = torch.arange(len(rows), device=rows.device)[:, None]
+        each = torch.arange(len(share), device=share.device)[:, None]
+        memory = {}
         for name in [name for name in MEMORY if name in state]:
-            fresh, value = (
-                t.unflatten(1, (self.slots, -1)) for t in (blank[name], state[name][rows])
-            )
+            fresh, value = (t.unflatten(1, (self.slots, -1)) for t in (blank[name], state[name]))
             weight = share.view(*share.shape, *[1] * (value.dim() - 2))
             value = value[each, parent]
             if name == "count":
                 value = torch.maximum(value * weight, fresh)
             elif name == "slot_seen":
                 value = (value * weight).long()
-            state[name][rows] = torch.where(weight > 0, value, fresh).flatten(1, 2)
+            memory[name] = torch.where(weight > 0, value, fresh).flatten(1, 2)
+        return memory
+
+
+def _recent(state: State, rows: Tensor | slice) -> State:
+    """What a look needs of these rows, or changes."""
+    names = [name for name in SORTED if name in state]
+    some = {name: state[name][rows, :RECENT] for name in ("frames", "frame_slot")}
+    return {name: some[name] if name in some else state[name][rows] for name in names}

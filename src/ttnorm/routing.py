@@ -22,6 +22,7 @@ UNSURE = 4.0  # deviations beyond the mean distance from its group: a frame that
 STEADY = (
     0.01  # of the source's deviations: what varies less, as where nothing fires, is not blown up
 )
+MANY = 25  # frames or middles: where torch.cdist begins to multiply
 RIDGE = 0.1  # of the identity in the content's correlations, which a few thousand images measure
 
 
@@ -69,18 +70,34 @@ def nearest(frames: Tensor, groups: Groups) -> Tensor:
     return torch.where(distance > groups.reach[:, None], groups.middles.shape[1], index)
 
 
-def find_groups(frames: Tensor, counts: Tensor, most: int) -> Groups:
+class Luck(NamedTuple):
+    """What is drawn for a look, the same every time: an order of frames, (M,), and the chance of
+    each in one half of them to be the first of a group, (K, M / 2)."""
+
+    order: Tensor
+    chance: Tensor
+
+
+def draw(number: int, most: int, like: Tensor) -> Luck:
+    """For so many frames and groups."""
+    # at random, for domains may alternate in any rhythm
+    order = torch.randperm(number, generator=Generator().manual_seed(1)).to(like.device)
+    chance = torch.rand(most, -(-number // 2), generator=Generator().manual_seed(0))
+    return Luck(order, -(-chance.clamp(1e-6, 1 - 1e-6).log()).log().to(like))  # Gumbel's
+
+
+def find_groups(frames: Tensor, counts: Tensor, most: int, luck: Luck | None = None) -> Groups:
     """The groups that frames fall into.
 
     Args:
         frames: (S, M, D).
         counts: 1, or 0 for one that is not to be looked at, (S, M).
         most: K.
+        luck: what `draw` gives for M frames and K groups; by default it is drawn here.
     """
-    # at random, for domains may alternate in any rhythm
-    order = torch.randperm(frames.shape[1], generator=Generator().manual_seed(1)).to(frames.device)
-    halves = [(frames[:, half], counts[:, half]) for half in order.chunk(2)]
-    middles = _seeds(*halves[0], most)
+    luck = draw(frames.shape[1], most, frames) if luck is None else luck
+    halves = [(frames[:, half], counts[:, half]) for half in luck.order.chunk(2)]
+    middles = _seeds(*halves[0], luck.chance)
     there = torch.ones_like(middles[..., 0], dtype=torch.bool)
     for _ in range(ROUNDS):
         member = _members(*halves[0], middles, there)
@@ -99,7 +116,19 @@ def find_groups(frames: Tensor, counts: Tensor, most: int) -> Groups:
 
 
 def _distances(frames: Tensor, middles: Tensor, there: Tensor) -> Tensor:
-    return torch.cdist(frames, middles).masked_fill(~there[:, None], torch.inf)
+    # a graph may have to do without cdist, which ONNX has not
+    between = _between if torch.compiler.is_exporting() else torch.cdist
+    return between(frames, middles).masked_fill(~there[:, None], torch.inf)
+
+
+def _between(x: Tensor, y: Tensor) -> Tensor:
+    """torch.cdist, step by step: where there are many, it multiplies as well."""
+    if max(x.shape[1], y.shape[1]) <= MANY:
+        return (x[:, :, None] - y[:, None]).square().sum(3).sqrt()
+    squares = [t.square().sum(2, keepdim=True) for t in (x, y)]
+    one, other = (torch.ones_like(t) for t in squares)
+    x, y = torch.cat((-2 * x, squares[0], one), 2), torch.cat((y, other, squares[1]), 2)
+    return (x @ y.transpose(1, 2)).clamp_min(0).sqrt()
 
 
 def _members(frames: Tensor, counts: Tensor, middles: Tensor, there: Tensor) -> Tensor:
@@ -108,13 +137,11 @@ def _members(frames: Tensor, counts: Tensor, middles: Tensor, there: Tensor) -> 
     return F.one_hot(group, middles.shape[1]) * counts[..., None]
 
 
-def _seeds(frames: Tensor, counts: Tensor, number: int) -> Tensor:
+def _seeds(frames: Tensor, counts: Tensor, luck: Tensor) -> Tensor:
     """k-means++: frames that are far from each other, drawn with the same luck every time."""
-    luck = torch.rand(number, frames.shape[1], generator=Generator().manual_seed(0))
-    luck = -(-luck.clamp(1e-6, 1 - 1e-6).log()).log().to(frames)  # Gumbel's
     chosen: list[Tensor] = []
     far = counts
-    for chance in luck:
+    for chance in luck.unbind():
         index = (far.clamp_min(1e-12).log() + chance).masked_fill(counts == 0, -torch.inf).argmax(1)
         chosen.append(frames.gather(1, index[:, None, None].expand(-1, 1, frames.shape[2])))
         distance = (frames - chosen[-1]).square().sum(2)

@@ -75,3 +75,9 @@ def test_a_channel_in_which_source_images_do_not_vary_stays_finite_in_a_file():
     x = torch.cat((torch.randn(200, 3), torch.zeros(200, 1)), 1)  # a filter that never fires
     whitening = routing.measure_content(x).whitening
     assert whitening.half().isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 512, 28), (2, 256, 300), (40, 1, 28)])
+def test_distances_in_a_graph_are_those_of_cdist(shape):
+    x, y = 3 * torch.randn(shape), 3 * torch.randn(shape[0], 8, shape[2])
+    torch.testing.assert_close(routing._between(x, y), torch.cdist(x, y), rtol=1e-5, atol=0)
