@@ -109,7 +109,8 @@ class Stream(StreamRows):
             copies, named = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
             shallow = partial(model.forward, *copies, **named)
             pass_through = describe_frames
-            if torch.compiler.is_compiling():  # a decorator would import the compiler, for a second
+            if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+                # a decorator would import the compiler, for a second
                 pass_through = torch.compiler.disable(describe_frames)
             described = pass_through(self.layers, shallow, size=len(self.routes.content.mean))
         with without_autocast(x):

@@ -65,11 +65,16 @@ def entering(
         The number of the norm and its moments, in the order of their use.
     """
     found: list[Entering] = []
+    # whose tracer loses its way where modules are left: nothing needs what they do from there on
+    exporting = torch.compiler.is_exporting()
 
     def standardise(index: int, layer: TTNormBase, x: Tensor) -> Tensor:
-        unit = layer.running_var.clamp_min(1e-12).sqrt()
-        found.append((index, in_units(*batch_moments(x, 1), layer.running_mean, unit)))
+        if not enough(found):
+            unit = layer.running_var.clamp_min(1e-12).sqrt()
+            found.append((index, in_units(*batch_moments(x, 1), layer.running_mean, unit)))
         if enough(found):
+            if exporting:
+                return x
             raise _Enough
         statistics = (layer.running_mean, layer.running_var)
         return normalise(x, *statistics, layer.weight, layer.bias, layer.eps)

@@ -7,13 +7,16 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from streaming import frames, knowing_its_source
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import ttnorm
 from ttnorm.classes import classes_of
 from ttnorm.models.wide_resnet import WideResNet
-from ttnorm.tree import CLASSES
+from ttnorm.routes import EVERY
+from ttnorm.shallow import content_of
+from ttnorm.tree import CLASSES, CONTENT
 
 BATCH_SIZES = (1, 2, 7, 200)
 
@@ -80,6 +83,78 @@ def test_a_stream_in_onnxruntime_is_the_stream_in_eager(network, tmp_path, memor
     for name, expected in ttnorm.stream_state(model).items():
         torch.testing.assert_close(torch.from_numpy(state[name]), expected, rtol=1e-4, atol=1e-4)
     assert ttnorm.health(model)[None].rejected == 1
+
+
+def alternating(count=500):
+    """Batches of two domains that alternate, a few of them larger and two with a broken frame."""
+    for number in range(count):
+        size = 3 if number % 50 == 0 else 1
+        x = frames(size, 0.6, 1.0) if number // 5 % 2 else frames(size)
+        if number % 100 == 25:
+            x = torch.cat((frames(20), frames(20, 0.6, 1.0)))
+        if number == 77:
+            x[0, 0] = torch.nan
+        if number == 222:
+            x = 255 * x
+        yield x
+
+
+def check_a_routed_stream(model, run):
+    """That `run(x, state)`, a graph, gives what eager mode does; domains are found in between."""
+    state = ttnorm.stream_state(model)
+    for x in alternating():
+        output, *following = run(x, state)
+        state = dict(zip(state, following, strict=True))
+        with torch.no_grad():
+            torch.testing.assert_close(output, model(x), rtol=0, atol=1e-4, equal_nan=True)
+    for name, expected in ttnorm.stream_state(model).items():
+        torch.testing.assert_close(state[name], expected, rtol=1e-4, atol=1e-4)
+    assert state["there"].sum() == 2
+    assert state["looked"] == state["seen"] // EVERY
+    assert ttnorm.health(model)[None].rejected == 2
+
+
+def test_a_routed_stream_in_onnxruntime_is_the_stream_in_eager(small_network, tmp_path):
+    model = ttnorm.stream_(knowing_its_source(small_network), memory="routed")
+    ttnorm.to_onnx(model, frames(1), tmp_path / "stream.onnx")
+    onnx.checker.check_model(tmp_path / "stream.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "stream.onnx")
+
+    def run(x, state):
+        given = {name: t.numpy() for name, t in {"x": x, **state}.items()}
+        return map(torch.from_numpy, session.run(None, given))
+
+    check_a_routed_stream(model, run)
+
+
+def test_a_routed_stream_s_program_is_the_stream_in_eager(network):
+    """With no more layers than it needs: those of the network, and the first three once more."""
+    model = copy.deepcopy(network)
+    loader = [(frames(200), torch.arange(200) % 5)]
+    model.__dict__[CONTENT] = content_of(model, loader)
+    model.__dict__[CLASSES] = classes_of(model, loader)
+    ttnorm.stream_(model, memory="routed")
+    program, state = ttnorm.to_exported_program(model, frames(1)), ttnorm.stream_state(model)
+    convolutions = [n for n in program.graph.nodes if n.target is torch.ops.aten.conv2d.default]
+    assert len(convolutions) == 3 + sum(isinstance(m, nn.Conv2d) for m in model.modules())
+    graph = program.module()
+    assert not any(t.requires_grad for t in graph(frames(1), *state.values())[1:])
+    check_a_routed_stream(model, lambda x, state: graph(x, *state.values()))
+
+
+def test_a_routed_stream_that_knows_no_classes_is_exported_under_its_names(small_network):
+    model = knowing_its_source(small_network)
+    del model.__dict__[CLASSES]
+    ttnorm.stream_(model, memory="routed")
+    program = ttnorm.to_exported_program(model, frames(1))
+    state = ttnorm.stream_state(model)
+    assert program.graph_signature.user_inputs == ("x", *state)
+    graph = program.module()
+    for x in (*frames(80).split(20), frames(2)):
+        output, *following = graph(x, *state.values())
+        state = dict(zip(state, following, strict=True))
+        with torch.no_grad():
+            torch.testing.assert_close(output, model(x), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("inside", [False, True])

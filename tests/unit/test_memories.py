@@ -191,11 +191,6 @@ class TestRouted:
         raw = describe_frames(layers, lambda: network.forward(x[:4]), size=numbers)
         torch.testing.assert_close(described, (raw - mean) @ whitening.T)
 
-    def test_cannot_be_exported(self, network):
-        ttnorm.stream_(network, memory="routed")
-        with pytest.raises(ValueError, match="memory='corrected'"):
-            ttnorm.export.to_exported_program(network, frames(2))
-
 
 def test_wide_norms_are_not_what_frames_are_told_apart_by():
     """What is measured of them has the square of their channels."""
