@@ -65,6 +65,7 @@ def _export(model: nn.Module, example: Tensor) -> ExportedProgram:
         if STREAM in model.__dict__:
             remembering = copy.deepcopy(model)
             stream_of(remembering).start_anew()  # a graph has one stream, in the first row
+            stream_of(remembering).explicit = True
             remembering(example)  # how many classes there are, and with that the state's shape
             stream_of(model).use_cells(stream_of(remembering).cells)
             state = tuple(stream_state(remembering).values())

@@ -75,12 +75,20 @@ class Stream(StreamRows):
         if config.memory == "routed":
             self.routes = Routes(_content_on(model, self.source_mean), config.slots)
         self.slots = 1 if self.routes is None else self.routes.slots
+        self.explicit = False  # whether an exporter has made the state inputs and outputs
         self.frames: Frames | None = None  # of the forward in progress
         self.hooks: list[RemovableHandle] = []
         super().__init__(config)
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward: what its layers will mix in."""
+        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if tracing or (torch.compiler.is_exporting() and not self.explicit):
+            raise RuntimeError(
+                "A graph has no memory: it would never adapt. Export a network that remembers its "
+                "stream with ttnorm.to_onnx or ttnorm.to_exported_program, which make what it "
+                "remembers inputs and outputs."
+            )
         given = (*args, *kwargs.values())
         tensors = [v for v in given if isinstance(v, Tensor) and v.dim()]
         if not tensors:

@@ -388,6 +388,14 @@ def test_what_a_network_does_to_a_layer_s_input_afterwards_is_not_remembered():
     assert torch.equal(*states)
 
 
+def test_a_graph_that_would_never_adapt_is_refused(network):
+    ttnorm.stream_(network, memory="pool")
+    with pytest.raises(RuntimeError, match=r"never adapt.*ttnorm\.to_onnx"):
+        torch.jit.trace(network, frames(1))
+    with pytest.raises(Exception, match=r"never adapt.*ttnorm\.to_onnx"):
+        torch.export.export(network, (frames(2),))
+
+
 def test_a_call_without_a_tensor_is_named(small_network):
     model = ttnorm.stream_(ttnorm.convert_(small_network, 0.5), memory="pool")
     with pytest.raises(ValueError, match="called with a dict, expected a tensor"):
