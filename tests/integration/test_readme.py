@@ -24,7 +24,7 @@ SCORING = (ROOT / "docs" / "benchmark.md").read_text()
 
 def test_the_snippets_run_one_after_the_other(tmp_path):
     snippets = re.findall(r"```python\n(.*?)```", README + SCORING, re.DOTALL)
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     (tmp_path / "pasted.py").write_text("\n".join(snippets))
     result = subprocess.run(
         [sys.executable, "pasted.py"], cwd=tmp_path, capture_output=True, text=True, check=False
