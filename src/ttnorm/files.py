@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,18 @@ from torch import Tensor, nn
 from .tree import batchnorm_layers
 
 
+def unfinished(path: str | os.PathLike[str]) -> str:
+    """What a file is called until it is whole; other writers of it, if any, have other names."""
+    return f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.partial"
+
+
 def write_atomically(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
 ) -> None:
     """Write a file that is either the old one or the new one, whenever the process dies."""
     encoded = {key: json.dumps(value, sort_keys=True) for key, value in metadata.items()}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    partial = f"{os.fspath(path)}.{os.getpid()}.partial"
+    partial = unfinished(path)
     try:
         # not save_file, which leaves a file to its owner alone whatever the umask says
         Path(partial).write_bytes(serialise(dict(tensors), metadata=encoded))

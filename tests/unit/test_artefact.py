@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 import ttnorm
 from ttnorm import artefact
-from ttnorm.files import checksum
+from ttnorm.files import checksum, read_safetensors, write_atomically
 from ttnorm.routing import Content
 from ttnorm.tree import CONTENT
 
@@ -207,3 +208,17 @@ def test_files_are_as_open_as_the_umask_has_it(small_network, tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "x.ttn.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_threads_that_write_one_file_do_not_meet(tmp_path):
+    path, values = tmp_path / "one.safetensors", {"a": torch.zeros(1000)}
+
+    def write(number):
+        for _ in range(30):
+            write_atomically(path, values, {"number": number})
+
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(write, number) for number in range(8)]:
+            done.result()
+    assert read_safetensors(path)[0]["a"].equal(values["a"])
+    assert list(tmp_path.iterdir()) == [path]

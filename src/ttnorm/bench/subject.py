@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 
 from ..data.corruptions import CORRUPTIONS
 from ..data.loader import DeviceLoader
+from ..files import unfinished
 from ..methods import METHODS
 from ..methods.swr import gradient_agreement
 from .experiments import Part
@@ -117,7 +117,7 @@ class Subject:
         if not path.is_file():
             source = self.source("default")
             loader = DeviceLoader(*source.train, min(source.batch_size, len(source.train.labels)))
-            unfinished = path.with_suffix(f".{os.getpid()}.partial")
-            unfinished.write_text(json.dumps(gradient_agreement(self.model, loader)))
-            unfinished.replace(path)
+            partial = Path(unfinished(path))
+            partial.write_text(json.dumps(gradient_agreement(self.model, loader)))
+            partial.replace(path)
         return json.loads(path.read_text())

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from ..files import unfinished
 from ..progress import Progress
 from .cifar import checked_images
 from .corruptions import CORRUPTIONS, Array, check_textures, corrupt
@@ -215,9 +216,9 @@ def _claim(folder: Path, images: Array, labels: Array, seed: int) -> None:
         )
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = note.with_suffix(f".{os.getpid()}.partial")
-        unfinished.write_text(json.dumps(about) + "\n")
-        os.replace(unfinished, note)
+        partial = Path(unfinished(note))
+        partial.write_text(json.dumps(about) + "\n")
+        os.replace(partial, note)
 
 
 def _remove_partial(folder: Path) -> None:
