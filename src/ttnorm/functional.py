@@ -301,9 +301,13 @@ class _TestTimeNorm(torch.autograd.Function):
             )
             one = torch.ones_like(slope)
             grad_x = normalise(x, centre, one, slope, offset, 0.0, group_size)
-            if group_size is not None:
-                scale = groups.per_sample(scale, x.shape[0], group_size)
-            grad_x.addcmul_(grad, _unsqueeze_like(scale, x))
+            if grad.dtype == scale.dtype:
+                if group_size is not None:
+                    scale = groups.per_sample(scale, x.shape[0], group_size)
+                grad_x.addcmul_(grad, _unsqueeze_like(scale, x))
+            else:  # addcmul_ would first make float32 copies of both, at many times the price
+                zero = torch.zeros_like(scale)
+                grad_x += normalise(grad, zero, one, scale, None, 0.0, group_size)
         grads = (grad_x, _sum_to_channels(grad_weight), _sum_to_channels(grad_bias), grad_alpha)
         return *operators.in_dtypes_of(grads, weight, ctx.bias_dtype, alpha), *[None] * 6
 
