@@ -70,17 +70,27 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             parts = {f"{prefix}{k}": t.half().cpu() for k, t in known._asdict().items()}
             _check_finite(parts, "The model")
             tensors |= parts
-    layers = ttn_layers(model).values()
     metadata = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "ttnorm": __version__,
         "config": known_of(model, CONFIG) or {},
-        "cross_term": all(layer.cross_term for layer in layers),
-        "source_count": max(layer.source_count for layer in layers),
+        "cross_term": _of_all_layers(model, "cross_term"),
+        "source_count": _of_all_layers(model, "source_count"),
         "fingerprint": fingerprint(model),
     }
     write_atomically(path, tensors, {**metadata, "sha256": checksum(tensors, metadata)})
+
+
+def _of_all_layers(model: nn.Module, option: str) -> Any:
+    """An option's value, of which a file has one."""
+    values = {getattr(layer, option) for layer in ttn_layers(model).values()}
+    if len(values) > 1:
+        raise ValueError(
+            f"Layers have {option} of {', '.join(map(str, sorted(values)))}, expected one for all: "
+            "a file cannot hold more. Convert the network as a whole."
+        )
+    return values.pop()
 
 
 def load_(

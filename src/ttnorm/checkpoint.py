@@ -13,6 +13,9 @@ from .distributed import of_rank_0, rank
 from .files import read_safetensors
 
 
+FORMAT = "ttnorm-checkpoint"
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """What `Fit.checkpoint` wrote."""
@@ -31,6 +34,10 @@ class Checkpoint:
         if read is None:
             return None
         tensors, metadata = read
+        if metadata.get("format") != FORMAT:
+            raise ValueError(
+                f"{path} is no checkpoint of post-training. Give this run a file of its own."
+            )
         for name, ours in identity.items():
             if metadata.get(name) != ours:
                 raise ValueError(

@@ -36,7 +36,7 @@ ALIKE = 1000.0  # frames, of all classes alike, that this mean starts with
 
 class Classes(NamedTuple):
     """How far each class is along every direction, (K, R), and these directions, (R, 2 T): of
-    means, then of log variances."""
+    means, then of log variances. Classes without a source image are at 0."""
 
     codes: Tensor
     directions: Tensor
@@ -74,22 +74,24 @@ def measure_classes(sums: Sums) -> Classes:
         >>> (classes.codes @ classes.directions)[:, 0].round(decimals=1).abs()
         tensor([1.5000, 1.5000])
     """
-    count, total, squares = sums
-    images, known = count.sum(), count[:, None] > 0
-    middle = torch.where(known, total / count.clamp_min(1)[:, None], total.sum(0) / images)
+    there = sums.images > 0  # a network may know more classes than the source images are of
+    count, total = sums.images[there], sums.total[there]
+    middle = total / count[:, None]
     apart = middle - middle.mean(0)
     # of a few images, the mean is in part chance
-    within = (squares - (count[:, None] * middle.square()).sum(0)) / images
-    chance = within * (1 / count.clamp_min(1)).mean()
+    within = (sums.squares - (count[:, None] * middle.square()).sum(0)) / count.sum()
+    chance = within * (1 / count).mean()
     between = apart.square().mean(0)
     apart = apart * ((between - chance) / between.clamp_min(1e-12)).clamp(0, 1)
     left, sizes, directions = torch.linalg.svd(apart, full_matrices=False)
-    codes = (left * sizes)[:, :RANK]
-    return Classes(codes.float().contiguous(), directions[:RANK].float().contiguous())
+    found = (left * sizes)[:, :RANK]
+    codes = found.new_zeros(len(there), found.shape[1])
+    codes[there] = found
+    return Classes(codes.float(), directions[:RANK].float().contiguous())
 
 
 def predicted(output: Any, classes: Classes) -> Tensor:
-    """The chance that a frame is of each class, (N, K), by what the network gave."""
+    """The chance that a frame is of each class, (N, K), by the logits or chances it got."""
     fits = isinstance(output, Tensor) and output.dim() == 2
     if not fits or output.shape[1] != len(classes.codes):
         raise ValueError(
@@ -97,8 +99,12 @@ def predicted(output: Any, classes: Classes) -> Tensor:
             f"{len(classes.codes)}): so many classes were measured. For a network that gives "
             "something else: stream_(model, memory='pool')."
         )
+    output = output.to(classes.codes)
+    # a network may end in a softmax: another one would make all classes alike
+    certain = (output >= 0).all(1) & ((output.sum(1) - 1).abs() < 0.01)
+    chance = torch.where(certain[:, None], output, output.softmax(1))
     # a frame that is not finite has no class, and is not remembered
-    return output.to(classes.codes).softmax(1).nan_to_num(0.0)
+    return chance.nan_to_num(0.0)
 
 
 def effect_of(chance: Tensor, classes: Classes) -> Moments:
@@ -121,7 +127,8 @@ def without_class(moments: Moments, effect: Moments) -> Moments:
 def spread_of(classes: Classes) -> Tensor:
     """The variance that classes add to that of frames of no class, (T,)."""
     of_mean, _ = (classes.codes @ classes.directions).chunk(2, 1)
-    return of_mean.square().mean(0).clamp_max(0.9)  # of the source's whole variance, 1
+    known = (classes.codes != 0).any(1).sum().clamp_min(1)
+    return (of_mean.square().sum(0) / known).clamp_max(0.9)  # of the source's whole variance, 1
 
 
 def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> Classes | None:
@@ -138,7 +145,7 @@ def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> C
             output, moments = _frames(model, list(layers.values()), x)
             labels = _labels(output, y)
             if moments is None or labels is None:
-                logger.info("post-training: source images are not of one class each")
+                _say_why(output)
                 return None
             known = labels >= 0  # others are left out of the loss as well
             mean, var = (m[known] for m in moments)
@@ -149,6 +156,18 @@ def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> C
     if sums is None or not sums.images.sum():
         return None
     return Classes(*(t.cpu() for t in measure_classes(sums)))
+
+
+def _say_why(output: Any) -> None:
+    """Nothing is known of classes: as it should be for scenes, say, or a surprise."""
+    if isinstance(output, Tensor):
+        logger.info("post-training: source images are not of one class each")
+    else:
+        logger.warning(
+            "post-training: the network returned %s, expected (N, classes). A stream will not know "
+            "what classes do to statistics; have the network return its logits alone if it should.",
+            describe(output),
+        )
 
 
 def _labels(output: Any, y: Tensor) -> Tensor | None:

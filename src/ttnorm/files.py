@@ -49,9 +49,16 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], d
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             raw = file.metadata() or {}
-        return tensors, {key: json.loads(value) for key, value in raw.items()}
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except SafetensorError as error:
         raise ValueError(f"{path} is truncated, damaged or no safetensors file: {error}") from error
+    return tensors, {key: _decoded(value) for key, value in raw.items()}
+
+
+def _decoded(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value  # not ours: others write {"format": "pt"}
 
 
 def check_version(path: str | os.PathLike[str], metadata: Mapping[str, Any], newest: int) -> None:

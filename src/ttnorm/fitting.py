@@ -25,7 +25,7 @@ from . import kernels
 from .augment import Drawn, moves_pixels, numbers_drawn
 from .batches import Loader, Loss, batches, cross_entropy, scalar
 from .capture import Repeated
-from .checkpoint import Checkpoint
+from .checkpoint import FORMAT, Checkpoint
 from .distributed import rank, world_size
 from .files import write_atomically
 from .layers import TTNormBase
@@ -282,7 +282,11 @@ class Fit:
         tensors |= self.optimiser.state.get(self.network.theta, {})
         if self.prior is not None:
             tensors["prior"] = self.prior
-        metadata = identity | {"history": self.history, "scaler": self.scaler.state_dict()}
+        metadata = identity | {
+            "format": FORMAT,
+            "history": self.history,
+            "scaler": self.scaler.state_dict(),
+        }
         return {name: t.cpu().contiguous() for name, t in tensors.items()}, metadata
 
     def resume(self, state: Checkpoint) -> None:
@@ -299,7 +303,13 @@ class Fit:
             self.optimiser.state[self.network.theta] = adam
         self.history[:] = state.metadata["history"]
         self.scaler.load_state_dict(state.metadata["scaler"])
-        logger.info("post-training: continuing after epoch %d", len(self.history))
+        if len(self.history) < self.config.epochs:
+            logger.info("post-training: continuing after epoch %d", len(self.history))
+        else:
+            logger.warning(
+                "post-training: the checkpoint is of a finished run. Its alpha is taken, and no "
+                "image looked at; delete the file to fit anew."
+            )
 
 
 def _flat(

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph
 
 from .layers import TTNormAct2d, TTNormBase
-from .surgery import refuse_stream
+from .surgery import eval_mode, refuse_stream
 from .tracing import has_hooks, trace
 from .tree import CLASSES, CONTENT, known_of, remember_, ttn_layers, unwrap
 
@@ -54,9 +55,11 @@ def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
     }
     if not quiet:
         return []
-    pairs = _preceding(model)
+    with eval_mode(model):  # a network may do other things in training
+        graph = trace(model)
+    pairs = _preceding(model, graph)
     folded = [name for name in quiet if name in pairs]
-    _forget(model, [quiet[name] for name in folded])
+    _forget(model, graph, [quiet[name] for name in folded])
     places = list(model.named_modules(remove_duplicate=False))
     for name in folded:
         _fold(pairs[name], quiet[name])
@@ -67,12 +70,12 @@ def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
     return folded
 
 
-def _forget(model: nn.Module, folded: Sequence[TTNormBase]) -> None:
+def _forget(model: nn.Module, graph: Graph, folded: Sequence[TTNormBase]) -> None:
     """What streams know of the norms that go."""
     content, classes = (known_of(model, known) for known in (CONTENT, CLASSES))
     if content is not None:
         modules = dict(model.named_modules(remove_duplicate=False))
-        called = [modules[node.target] for node in trace(model).nodes if node.op == "call_module"]
+        called = [modules[node.target] for node in graph.nodes if node.op == "call_module"]
         norms = [module for module in called if isinstance(module, TTNormBase)]
         ends = itertools.accumulate(2 * norm.running_mean.numel() for norm in norms)
         described = [n for n, end in zip(norms, ends, strict=True) if end <= len(content.mean)]
@@ -87,9 +90,8 @@ def _forget(model: nn.Module, folded: Sequence[TTNormBase]) -> None:
         remember_(model, CLASSES, classes._replace(directions=directions))
 
 
-def _preceding(model: nn.Module) -> dict[str, nn.Module]:
+def _preceding(model: nn.Module, graph: Graph) -> dict[str, nn.Module]:
     """The foldable layer right before each norm, where there is one that serves nothing else."""
-    graph = trace(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {id(module): name for name, module in model.named_modules()}
     nodes = [node for node in graph.nodes if node.op == "call_module"]

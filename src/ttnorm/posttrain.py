@@ -9,6 +9,7 @@ Here are the two stages, the prior and the fit; the choices are in `posttrain_co
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -114,8 +115,7 @@ def post_train_(
     result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
     convert_(model, result.alpha, source_count=config.source_count)
     for attribute, value in known.items():
-        if value is not None:  # it is where a finished run is read with no images
-            remember_(model, attribute, value)
+        remember_(model, attribute, value)
     also = {key: identity[key] for key in ("prior augmentation", "augmentation")}
     if mean is not None or std is not None:
         also |= {"mean": mean, "std": std}
@@ -217,7 +217,12 @@ def _name_of(function: Any) -> str:
         # a repr leaves out much, such as the label smoothing of a cross-entropy
         options = [_options(module) for module in function.modules()]
         return f"{function!r} {options} {checksum(function.state_dict(), {})}"
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    if name.endswith("<lambda>"):  # all of them are called that
+        code = function.__code__
+        constants = [c for c in code.co_consts if isinstance(c, (int, float, str, tuple))]
+        name += hashlib.sha256(code.co_code + repr((code.co_names, constants)).encode()).hexdigest()
+    return name
 
 
 def _options(module: nn.Module) -> dict[str, Any]:

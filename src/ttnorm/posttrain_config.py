@@ -12,7 +12,7 @@ from .augment import Per
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PostTrainConfig:
-    """Every choice of a post-training run; the defaults are the paper's for CIFAR.
+    """Every choice of a post-training run; defaults are the paper's for CIFAR, where it has one.
 
     Args:
         epochs: passes over the loader.
@@ -82,6 +82,8 @@ class PostTrainConfig:
                 f"group_sizes is {self.group_sizes!r}, expected whole numbers of at least 1, as in "
                 "(1, 4, 16)."
             )
+        for name in ("lr", "lambda_", "source_count"):  # a NumPy number does not go into files
+            object.__setattr__(self, name, float(getattr(self, name)))
         if not self.lr > 0:
             raise ValueError(f"lr is {self.lr}, expected a positive number.")
         for name in ("lambda_", "source_count", "early_stop"):

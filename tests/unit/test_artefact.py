@@ -125,6 +125,16 @@ class TestRefused:
         path.write_bytes(content[:keep])
         refuses(saved[0], path, "truncated, damaged")
 
+    def test_what_others_write(self, saved, path):
+        save_file({"weight": torch.ones(2)}, path, metadata={"format": "pt"})
+        refuses(saved[0], path, "is a safetensors file but no alpha file")
+
+    def test_a_network_whose_layers_have_other_options(self, saved, path):
+        model = ttnorm.convert_(saved[0], 0.5)
+        ttnorm.convert_(model[:3], 0.5, source_count=5)
+        with pytest.raises(ValueError, match=r"Layers have source_count of 0\.0, 5\.0, expected"):
+            ttnorm.save(model, path)
+
     def test_a_flipped_bit_in_the_values(self, saved, path):
         content = bytearray(path.read_bytes())
         content[-5] ^= 1

@@ -44,6 +44,40 @@ def test_a_class_without_an_image_and_many_classes():
     assert torch.isfinite(classes.codes).all()
 
 
+def test_classes_without_an_image_change_nothing_for_the_others():
+    """A network of a thousand classes that is post-trained on images of ten."""
+    labels = torch.arange(2000) % 10
+    mean, var = torch.randn(10, 6)[labels] / 2 + torch.randn(2000, 6), torch.ones(2000, 6)
+    few, many = (measure_classes(sum_up(mean, var, labels, number)) for number in (10, 1000))
+    effect = many.codes @ many.directions
+    torch.testing.assert_close(effect[:10], few.codes @ few.directions)
+    assert not effect[10:].any()
+    assert few.codes.any()
+    torch.testing.assert_close(spread_of(many), spread_of(few))
+
+
+def test_a_network_may_end_in_a_softmax():
+    classes, logits = Classes(torch.eye(3), torch.ones(3, 2)), torch.randn(5, 3)
+    expected = predicted(logits, classes)
+    torch.testing.assert_close(predicted(logits.softmax(1), classes), expected)
+    torch.testing.assert_close(predicted(logits.log_softmax(1), classes), expected)
+    half = logits.softmax(1).half()
+    torch.testing.assert_close(predicted(half, classes), expected, atol=1e-3, rtol=0)
+
+
+def test_it_is_said_why_nothing_is_known_of_classes(small_network, caplog):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = small_network
+
+        def forward(self, x):
+            return {"logits": self.network(x)}
+
+    assert classes_of(Named(), [(torch.rand(8, 3, 12, 12), torch.arange(8) % 4)]) is None
+    assert "the network returned a dict" in caplog.text
+
+
 def test_frames_count_as_if_they_were_of_no_class():
     classes = Classes(torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.5, 0.2]]))
     mean, var = torch.tensor([[0.5], [-0.5]]), torch.tensor([[0.2], [-0.2]]).exp()

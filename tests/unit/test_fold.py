@@ -44,6 +44,22 @@ def test_a_wide_residual_network_folds_only_where_a_convolution_comes_right_befo
     assert torch.allclose(model(x), expected, atol=1e-4)
 
 
+def test_a_network_in_training_is_folded_as_it_will_be_used(images):
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            before = self.conv(x)
+            after = self.norm(before)
+            return after if self.training else (after, before)
+
+    model = ttnorm.convert_(TwoHeads().train(), 0.0)
+    assert ttnorm.fold_(model) == []  # what comes before the norm is an output as well
+    assert model.training
+
+
 class Branches(nn.Module):
     """A convolution that feeds two, one that is used twice, and a norm after a sum."""
 

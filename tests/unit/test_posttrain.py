@@ -6,6 +6,7 @@ import functools
 import itertools
 
 import digits
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ttnorm
 from ttnorm import PostTrainConfig, optimise_alpha, post_train_
-from ttnorm.tree import CLASSES, CONTENT
+from ttnorm.tree import CLASSES, CONTENT, known_of
 
 
 @pytest.fixture
@@ -307,6 +308,19 @@ class TestPostTrain:
         config = PostTrainConfig(epochs=1, init=0.2, mse=False)
         result = post_train_(small_network, loader, config, prior_augment=fails)
         assert result.prior is None
+
+    def test_what_an_earlier_run_knew_of_classes_is_forgotten(self, small_network, loader):
+        config = PostTrainConfig(epochs=1, prior_samples=8)
+        ttnorm.post_train_(small_network, loader, config)
+        several = [(x, (F.one_hot(y, 4) + F.one_hot(y, 4).roll(1, 1)).float()) for x, y in loader]
+        loss = F.binary_cross_entropy_with_logits  # several classes at once
+        ttnorm.post_train_(small_network, several, config, loss=loss)
+        assert known_of(small_network, CLASSES) is None
+
+    def test_numbers_of_numpy_are_numbers(self, small_network, loader, tmp_path):
+        config = PostTrainConfig(epochs=1, lr=np.float32(1e-3), lambda_=np.float32(2))
+        ttnorm.post_train_(small_network, loader, config)
+        ttnorm.save(small_network, tmp_path / "alpha.safetensors")
 
     def test_segmentation_with_ignored_pixels(self):
         model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1))

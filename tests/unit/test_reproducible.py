@@ -116,10 +116,12 @@ class TestReproducible:
         first = self.run(small_network, loader, **options)
         assert torch.equal(self.run(small_network, loader, **options), first)
 
-    def test_a_finished_run_is_read_not_run(self, small_network, loader, tmp_path):
+    def test_a_finished_run_is_read_not_run(self, small_network, loader, tmp_path, caplog):
         checkpoint = tmp_path / "run.safetensors"
         expected = self.run(small_network, loader, checkpoint=checkpoint)
+        assert "finished" not in caplog.text
         assert torch.equal(self.run(small_network, [], checkpoint=checkpoint), expected)
+        assert "the checkpoint is of a finished run" in caplog.text
 
     def test_a_loss_is_known_by_all_of_its_options(self, small_network, loader, tmp_path):
         checkpoint = tmp_path / "run.safetensors"
@@ -131,6 +133,22 @@ class TestReproducible:
                 self.run(small_network, loader, loss=other, checkpoint=checkpoint)
         again = nn.CrossEntropyLoss()
         assert torch.equal(self.run(small_network, [], loss=again, checkpoint=checkpoint), first)
+
+    def test_lambdas_are_told_apart(self, small_network, loader, tmp_path):
+        losses = [lambda o, y: F.cross_entropy(o, y), lambda o, y: F.cross_entropy(-5 * o, y)]
+        losses.append(lambda o, y: F.cross_entropy(-6 * o, y))
+        checkpoint = tmp_path / "run.safetensors"
+        self.run(small_network, loader, loss=losses[1], checkpoint=checkpoint)
+        for other in (losses[0], losses[2]):
+            with pytest.raises(ValueError, match="its loss differs"):
+                self.run(small_network, loader, loss=other, checkpoint=checkpoint)
+        self.run(small_network, loader, loss=lambda o, y: F.cross_entropy(-5 * o, y))
+
+    def test_a_file_that_is_no_checkpoint_is_not_called_one(self, small_network, loader, tmp_path):
+        path = tmp_path / "alpha.ttn.safetensors"
+        ttnorm.save(ttnorm.convert_(copy.deepcopy(small_network), 0.1), path)
+        with pytest.raises(ValueError, match="no checkpoint of post-training"):
+            self.run(small_network, loader, checkpoint=path)
 
     def test_a_loss_with_a_temperature_of_its_own(self, small_network, loader):
         class Tempered(nn.Module):

@@ -163,7 +163,7 @@ def gradient_agreement(
 
 
 def settings(setting: Setting) -> dict[str, Any]:
-    """What the TTN paper ran it with, but for the rate over a learned alpha on CIFAR."""
+    """The TTN paper's, but for rate and strength over a learned alpha on CIFAR."""
     if setting.task == "segmentation":
         return {"lr": 1e-6, "strength": 500.0, "window": setting.batch_size}
     if setting.task == "imagenet":

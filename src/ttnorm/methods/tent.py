@@ -66,7 +66,7 @@ def affine_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def settings(setting: Setting) -> dict[str, Any]:
-    """What the TTN paper ran it with, but for the rate over a learned alpha on CIFAR."""
+    """The TTN paper's, but for the rate over a learned alpha on CIFAR (it has none for B < 200)."""
     if setting.task == "segmentation":
         return {"lr": 1e-6, "window": setting.batch_size}
     if setting.task == "imagenet":

@@ -41,7 +41,7 @@ def load(name: str, device: str = "cpu") -> WideResNet:
 
 
 def alpha_files(name: str) -> dict[str, Path]:
-    """A shipped network's alpha files: "ttn", with the paper's settings, and "dynamic", fitted
+    """A shipped network's alpha files: "ttn", with the default settings, and "dynamic", fitted
     with batch sizes drawn from 4 to 200.
 
     Example:
