@@ -25,6 +25,7 @@ TITLES = {
     "evaluate_cost": "Scoring with groups",
     "fold_cost": "Folding",
     "stream_cost": "A stream",
+    "corrupt_cost": "Making corruptions",
 }
 NOTES = {
     "resnet50_cost.cuda-x2": "Two processes under torchrun that share one GPU, over gloo: it shows "
@@ -33,7 +34,10 @@ NOTES = {
 NOTES |= dict.fromkeys(
     ("evaluate_cost.cpu", "evaluate_cost.cuda"), "The baseline is one batch after another."
 )
-NOTES["posttrain_cost.cuda"] = "The limits are those that were set beforehand, in seconds."
+NOTES |= dict.fromkeys(
+    ("posttrain_cost.cuda", "corrupt_cost.cpu"),
+    "The limits are those that were set beforehand, in seconds.",
+)
 COLOURS = ("#009e73", "#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")  # for all eyes
 FIRST = ("train-mode BatchNorm", "eval-mode BatchNorm")  # which have the same colours everywhere
 
@@ -45,7 +49,8 @@ def main() -> None:
         "and, unless it is called a limit, was measured in the same run: below 1 is faster or "
         "smaller, but for images a second. Ratios can be compared between machines, and the times "
         "of two tables cannot. `make bench` "
-        "measures a CPU anew; for a GPU each `benchmarks/*_cost.py` takes `--device cuda`."
+        "measures a CPU anew; for a GPU each `benchmarks/*_cost.py` takes `--device cuda`, but for "
+        "`corrupt_cost.py`, which wants folders with CIFAR and with frost's pictures."
     ]
     (DOCS / "performance").mkdir(parents=True, exist_ok=True)
     for name, title in TITLES.items():

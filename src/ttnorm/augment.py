@@ -55,6 +55,7 @@ def prior_shift(
     invert: float = INVERT,
     parts: Sequence[str] = PRIOR_PARTS,
     per: Per = "image",
+    strength: float = 1.0,
     check: bool = True,
 ) -> Tensor:
     """Colour jitter, random grayscale and random invert: the shift the prior is measured with.
@@ -69,6 +70,8 @@ def prior_shift(
         invert: probability of that; the more often, the higher the prior in early layers.
         parts: of "jitter", "grayscale", "invert", "blur" and "flip", those to do.
         per: whether every image draws its own shift, or the batch draws one for all.
+        strength: of the jitter, whose ranges are that many times as wide; 2 is SimCLR's. Factors
+            stay at 0.1 or above.
         check: whether to look if images are in [0, 1], for which a GPU has to be waited for.
 
     Example:
@@ -77,9 +80,11 @@ def prior_shift(
         torch.Size([4, 3, 32, 32])
     """
     _check_parts(parts, (*PRIOR_PARTS, "blur", "flip"))
+    _check_strength(strength)
     draw = _Draw(_checked(images, "prior_shift", check), generator, per)
     if "jitter" in parts:
-        images = _jitter(images, draw, (0.6, 1.4), (0.6, 1.4), (0.6, 1.4), 0.1)
+        factor = _factors(0.4, strength)
+        images = _jitter(images, draw, factor, factor, factor, strength * 0.1)
     images = _grayscale_and_invert(images, draw, parts, invert)
     if "blur" in parts:
         images = _blur(images, draw.uniform(0.001, BLUR))
@@ -119,12 +124,11 @@ def domain_shift(
         torch.Size([4, 3, 32, 32])
     """
     _check_parts(parts, (*DOMAIN_PARTS, *PRIOR_PARTS[1:]))
-    if strength <= 0:
-        raise ValueError(f"strength is {strength}, expected a positive number.")
+    _check_strength(strength)
     draw = _Draw(_checked(images, "domain_shift", check), generator, per)
     if "jitter" in parts:
         brightness, contrast, saturation, gamma = (
-            (max(0.1, 1 - strength * most), 1 + strength * most) for most in (0.4, 0.3, 0.5, 0.3)
+            _factors(most, strength) for most in (0.4, 0.3, 0.5, 0.3)
         )
         images = _jitter(images, draw, brightness, contrast, saturation, strength * 0.06)
         images = images.pow(draw.uniform(*gamma)[:, None, None, None])
@@ -137,6 +141,11 @@ def domain_shift(
     if "flip" in parts:
         images = _flip(images, generator)
     return images.clamp(0, 1)
+
+
+def _factors(most: float, strength: float) -> tuple[float, float]:
+    """The range of a factor that is 1 +- `most` at a strength of 1."""
+    return max(0.1, 1 - strength * most), 1 + strength * most
 
 
 def _grayscale_and_invert(
@@ -304,6 +313,11 @@ def _check_parts(parts: Sequence[str], known: tuple[str, ...]) -> None:
     unknown = [part for part in parts if part not in known]
     if unknown:
         raise ValueError(f"There is no part {unknown[0]!r} of it; there are {', '.join(known)}.")
+
+
+def _check_strength(strength: float) -> None:
+    if strength <= 0:
+        raise ValueError(f"strength is {strength}, expected a positive number.")
 
 
 def _checked(images: Tensor, name: str, check: bool) -> Tensor:

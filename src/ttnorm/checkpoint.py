@@ -12,7 +12,6 @@ from torch import Tensor
 from .distributed import of_rank_0, rank
 from .files import read_safetensors
 
-
 FORMAT = "ttnorm-checkpoint"
 
 

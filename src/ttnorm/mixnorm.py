@@ -7,8 +7,9 @@ global_t = (1 - rate) * global_{t-1} + rate * local_t,  with the source's moment
 y_t      = normalise(x_t, scale * local_t + (1 - scale) * global_t)
 
 where the global average is over first and second moments, so that its variance holds what differs
-between samples as well. A sample is treated the same whatever batch it comes in. The paper draws a
-random crop and flip for the second view; here it is the mirror image, so that nothing is random.
+between samples as well. A sample is treated the same whatever batch it comes in; one that is not
+finite is not remembered. The paper draws a random crop and flip for the second view; here it is the
+mirror image, so that nothing is random.
 """
 
 from __future__ import annotations
@@ -80,9 +81,11 @@ class _Stream:
         layer = self.layer
         offset = local_mean - layer.running_mean
         # no gradient runs through the stream, or it would depend on where the stream is cut
-        first = running_average(offset.detach(), self.first, self.rate)
         second = (local_var + offset.square()).detach()
-        second = running_average(second, self.second, self.rate)
+        # what is not finite would stay in the average for good
+        kept = second.isfinite().all(1)
+        first = running_average(offset.detach(), self.first, self.rate, kept)
+        second = running_average(second, self.second, self.rate, kept)
         self.first, self.second = first[-1], second[-1]
         mixed = mix_moments(
             layer.alpha,
@@ -96,13 +99,20 @@ class _Stream:
         return normalise(x, both_mean, both_var, layer.weight, layer.bias, layer.eps, 1)
 
 
-def running_average(values: Tensor, start: Tensor, rate: float) -> Tensor:
+def running_average(
+    values: Tensor, start: Tensor, rate: float, kept: Tensor | None = None
+) -> Tensor:
     """Row t is (1 - rate) * row t-1 + rate * values[t], all rows at once; row -1 is `start`.
+
+    Where values are not `kept`, (rows,) of bool, row t is row t-1.
 
     Example:
         >>> running_average(torch.ones(3, 1), torch.zeros(1), 0.5).flatten()
         tensor([0.5000, 0.7500, 0.8750])
     """
-    steps = torch.arange(len(values), device=values.device, dtype=values.dtype)
+    if kept is None:
+        kept = torch.ones(len(values), device=values.device, dtype=torch.bool)
+    steps = kept.cumsum(0).to(values.dtype)
     weights = rate * (1 - rate) ** (steps[:, None] - steps).clamp(min=0)
-    return weights.tril() @ values + (1 - rate) ** (steps[:, None] + 1) * start
+    values = torch.where(kept[:, None], values, 0.0)  # a weight of 0 does not take a NaN away
+    return weights.tril() @ values + (1 - rate) ** steps[:, None] * start

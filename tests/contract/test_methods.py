@@ -161,8 +161,7 @@ def test_a_network_without_test_time_norms_is_refused(name, weights):
         METHODS[name].make(model, BATCH, **options)(torch.rand(4, 3, 8, 8))
 
 
-# MixNorm is left out: its own average over the stream takes a NaN in
-@pytest.mark.parametrize(("name", "norm"), itertools.product(GRADIENT, ["tbn", "ttn"]))
+@pytest.mark.parametrize(("name", "norm"), itertools.product(GRADIENT, ["tbn", "ttn", "mixnorm"]))
 @pytest.mark.parametrize("at_once", [WINDOW, BATCH])
 def test_a_broken_sample_does_not_destroy_the_network(make, name, norm, at_once, caplog):
     model, method = make(name, norm)

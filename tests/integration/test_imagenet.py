@@ -1,6 +1,7 @@
 """ImageNet on the command line: from folders of pictures to records, in one process and in two."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -113,6 +114,21 @@ def test_two_processes_have_the_records_of_one(folder, alpha):
         if r["method"] == "swr"
     }
     assert weights
+
+
+def test_two_processes_leave_out_the_bad_files_that_one_does(folder, tmp_path):
+    """Those of corruptions that another has as well; and of three, one has nothing to do."""
+    shutil.copytree(folder / "c", tmp_path / "c")
+    shutil.copy(folder / "mine.py", tmp_path)
+    (tmp_path / "c/fog/5/0003/1.JPEG").write_bytes(b"no picture")
+    (tmp_path / "c/contrast/5/0500/2.JPEG").unlink()
+    line = "evaluate {}.jsonl --network mine:network --dataset imagenet-c --data c --norm tbn "
+    line += "--corruption fog --corruption contrast --scenario single --scenario continual "
+    for processes in (1, 2, 3):
+        ttnorm(tmp_path, line.format(processes) + "--batch-size 4 --skip-bad", processes)
+    one, two, three = (outcomes(tmp_path / f"{n}.jsonl") for n in (1, 2, 3))
+    assert one == two == three
+    assert {r["n"] for r in read_records([tmp_path / "1.jsonl"])} == {6}
 
 
 def test_what_a_killed_process_left_is_not_lost(folder, alpha, tmp_path):

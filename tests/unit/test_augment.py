@@ -98,11 +98,12 @@ def test_a_blur_goes_with_the_size_of_images_and_with_the_strength():
     assert left(64) > 2 * left(64, strength=4)
 
 
-def test_strength_widens_what_is_drawn():
+@pytest.mark.parametrize("shift", [domain_shift, prior_shift])
+def test_strength_widens_what_is_drawn(shift):
     gray = torch.full((400, 3, 4, 4), 0.3)
 
     def spread(strength):
-        shifted = domain_shift(gray, seeded(), parts=("jitter",), per="image", strength=strength)
+        shifted = shift(gray, seeded(), parts=("jitter",), per="image", strength=strength)
         assert ((shifted >= 0) & (shifted <= 1)).all()
         return shifted.mean((1, 2, 3)).std()
 

@@ -95,6 +95,16 @@ def test_a_second_call_adds_nothing_and_sequential_is_the_same(ttnorm, corrupted
     assert [r["wrong"] for r in grouped] == [r["wrong"] for r in sequential]
 
 
+def test_records_say_that_evaluate_wrote_them_and_older_ones_still_count(
+    ttnorm, corrupted, tmp_path
+):
+    ttnorm(EVALUATE)
+    records = read_records([tmp_path / "r.jsonl"])
+    assert {r.pop("experiment", None) for r in records} == {"evaluate"}
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert "r.jsonl: 0 new records, 8 from before" in ttnorm(EVALUATE)[1]
+
+
 def test_without_a_wish_norms_are_those_that_alpha_files_allow(ttnorm, corrupted, tmp_path):
     line = EVALUATE.replace("--norm source --norm tbn ", "").replace("--batch-size 1", "")
     assert ttnorm(line)[0] == 0
@@ -198,7 +208,6 @@ def test_somebody_s_file_is_not_written_to(ttnorm, corrupted, tmp_path):
             "post-train mine:of_three_classes cifar out --device cpu",
             "cifar has labels from 0 to 9; mine:of_three_classes has 3 classes",
         ),
-        ("reproduce table6 --cifar10 cifar --records r", "table6: wants a folder with camvid"),
     ],
 )
 def test_bad_input_of_the_others(ttnorm, tmp_path, line, message):
@@ -206,3 +215,31 @@ def test_bad_input_of_the_others(ttnorm, tmp_path, line, message):
     assert code == 2
     assert message in errors
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("table1 --cifar10 absent", "There is no folder absent"),
+        ("table1 --cifar10 .", "holds no CIFAR test set"),
+        ("table1 --cifar10 cifar --cifar100 absent", "There is no folder absent"),
+        ("table1 --cifar10 cifar --only nothing", "table1 has no row nothing"),
+        ("table1 --cifar10 cifar --textures absent", "There is no picture absent/frost1.png"),
+        ("table1 --cifar10 cifar --work mine.py/w", "mine.py/w cannot be a folder to write to"),
+        ("table6 --cifar10 cifar", "table6: wants a folder with camvid"),
+        ("table6 --camvid cifar", "--camvid needs --camvid-network"),
+        ("table6 --camvid cifar --camvid-network absent", "There is no file absent"),
+        ("table6 --camvid absent --camvid-network mine.py", "There is no folder absent"),
+        ("table13 --imagenet absent", "absent has no folder test or val"),
+        ("table13 --imagenet images --network nothing", "There is no network 'nothing'"),
+        ("table13 --imagenet images --network resnet50=absent", "There is no file absent"),
+        ("all --cifar10 cifar --imagenet absent", "absent has no folder test or val"),
+    ],
+)
+def test_reproduce_makes_nothing_of_bad_input(ttnorm, tmp_path, line, message):
+    (tmp_path / "images/test").mkdir(parents=True)
+    before = sorted(tmp_path.iterdir())
+    code, _, errors = ttnorm(f"reproduce {line}")
+    assert code == 2
+    assert message in errors
+    assert sorted(tmp_path.iterdir()) == before

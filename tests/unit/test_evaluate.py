@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 from collections import Counter
 
 import pytest
@@ -19,7 +20,7 @@ from ttnorm.bench.records import RecordFile, read_records
 from ttnorm.bench.scenarios import SCENARIOS
 from ttnorm.methods import METHODS
 from ttnorm.norms import NORMS
-from ttnorm.tree import CONTENT
+from ttnorm.tree import CONFIG, CONTENT
 
 
 @pytest.fixture
@@ -177,6 +178,27 @@ def test_what_is_on_file_is_not_run_again(run, monkeypatch):
     records = run(data, job)
     monkeypatch.setattr(scoring, "_score", lambda *_: pytest.fail("it ran again"))
     assert run(data, job) == records
+
+
+def test_a_record_says_how_alpha_was_fitted(network, run):
+    path = network.alpha_files["ttn"]
+    model = ttnorm.load_(copy.deepcopy(network.model), path)
+    model.__dict__[CONFIG] = {"lr": 0.01, "granularity": "layer"}
+    ttnorm.save(model, path)
+    records = run(small_network.domains(), *(Job(norm=n, batch_size=7) for n in ("ttn", "tbn")))
+    assert all(r["alpha"]["config"] == model.__dict__[CONFIG] for r in records[:3])
+    assert all(r["alpha"] is None for r in records[3:])
+
+
+@pytest.mark.parametrize("norm", ["ttn", "ttn-stream"])
+def test_records_from_before_they_said_so_are_not_run_again(run, tmp_path, monkeypatch, norm):
+    data, job = small_network.domains(), Job(norm=norm, batch_size=7)
+    records = run(data, job)
+    for record in records:
+        del record["alpha"]["config"]
+    (tmp_path / "old.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    monkeypatch.setattr(scoring, "_outcome", lambda *_: pytest.fail("it ran again"))
+    assert run(data, job, name="old.jsonl") == records
 
 
 def test_the_network_is_not_changed(network, run):

@@ -115,7 +115,52 @@ def test_what_one_corruption_lacks_is_left_out_of_all(tmp_path, caplog):
     assert loaded["snow"].labels.tolist() == [1, 4]
 
 
+class TestWhereOthersLoadTheOtherCorruptions:
+    """As processes under torchrun do: together they have the images that one would have."""
+
+    def test_a_file_that_one_of_them_lacks_is_noticed_and_left_out_here_too(self, tmp_path):
+        folder = imagenet_c(tmp_path)
+        (folder / "fog/5/0001/b.JPEG").unlink()
+        asked = ["fog", "snow"]
+        for corruption in asked:
+            with pytest.raises(ValueError, match=r"b\.JPEG is not there under every corruption"):
+                load_imagenet_c(folder, [corruption], 5, SMALL, asked=asked)
+            loaded = load_imagenet_c(folder, [corruption], 5, SMALL, asked=asked, skip_bad=True)
+            assert loaded.keys() == {corruption}
+            assert loaded[corruption].labels.tolist() == [1, 4]
+
+    def test_what_cannot_be_read_there_is_left_out_here(self, tmp_path):
+        folder = imagenet_c(tmp_path)
+        (folder / "snow/5/0001/a.JPEG").write_bytes(b"no picture")
+        told = []
+
+        def exchange(bad):
+            told.extend(bad)
+            return [*bad, "0004/c.JPEG"]
+
+        options = {"asked": ["fog", "snow"], "skip_bad": True, "exchange": exchange}
+        loaded = load_imagenet_c(folder, ["snow"], 5, SMALL, **options)
+        assert told == ["0001/a.JPEG"]
+        assert loaded["snow"].labels.tolist() == [1]
+
+
 class TestErrors:
+    def test_images_that_no_two_corruptions_share(self, tmp_path):
+        folder = imagenet_c(tmp_path)
+        for bad in ("fog/5/0001/a", "snow/5/0001/b", "snow/5/0004/c"):
+            (folder / f"{bad}.JPEG").write_bytes(b"no picture")
+        with pytest.raises(ValueError, match="no image that can be read under every corruption"):
+            load_imagenet_c(folder, ["fog", "snow"], 5, SMALL, skip_bad=True)
+
+    def test_say_what_to_do_in_python_and_on_the_command_line(self, tmp_path):
+        folder = imagenet_c(tmp_path)
+        (folder / "fog/5/0001/b.JPEG").write_bytes(b"no picture")
+        with pytest.raises(UnusableFile, match=r"leave it out with skip_bad=True or --skip-bad\."):
+            load_imagenet_c(folder, ["fog", "snow"], 5, SMALL)
+        (folder / "fog/5/0001/b.JPEG").unlink()
+        with pytest.raises(ValueError, match=r"such images out with skip_bad=True or --skip-bad\."):
+            load_imagenet_c(folder, ["fog", "snow"], 5, SMALL)
+
     def test_an_unreadable_image_is_named_or_left_out_and_counted(self, tmp_path, caplog):
         picture(tmp_path / "0000/good.jpg")
         whole = (tmp_path / "0000/good.jpg").read_bytes()

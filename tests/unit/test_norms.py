@@ -118,6 +118,33 @@ class TestMixNorm:
             assert torch.allclose(together, apart, atol=1e-5)
             assert not torch.allclose(model(x), together, atol=1e-3)  # it remembers
 
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+    @pytest.mark.parametrize("at_once", [1, 4, 12])
+    def test_a_frame_that_is_not_finite_is_not_remembered(self, value, at_once):
+        good = torch.rand(12, 3, 32, 32)
+        broken = torch.rand(1, 3, 32, 32)
+        broken[0, 1, 5, 5] = value
+        mixed = torch.cat([good[:5], broken, good[5:], broken])
+        models = [MixNorm(small_network.network(), scale=0.3, rate=0.1) for _ in range(2)]
+        with torch.no_grad():
+            expected = models[0](good)
+            found = torch.cat([models[1](part) for part in mixed.split(at_once)])
+        is_broken = torch.zeros(14, dtype=torch.bool)
+        is_broken[[5, 13]] = True
+        assert found[is_broken].isnan().all()
+        assert torch.allclose(found[~is_broken], expected, atol=1e-5)
+        states = zip(*(model.memory_state() for model in models), strict=True)
+        for ours, theirs in states:
+            assert all(torch.allclose(*pair) for pair in zip(ours, theirs, strict=True))
+
+    def test_a_frame_too_large_to_square_is_not_remembered(self):
+        model = MixNorm(small_network.network())
+        with torch.no_grad():
+            expected = model(torch.rand(4, 3, 32, 32))
+            model(torch.full((1, 3, 32, 32), 1e30))
+            assert model(torch.rand(4, 3, 32, 32)).isfinite().all()
+        assert expected.isfinite().all()
+
     def test_running_average(self):
         values, start = torch.rand(7, 2, dtype=torch.float64), torch.rand(2, dtype=torch.float64)
         state, expected = start, []
@@ -125,6 +152,16 @@ class TestMixNorm:
             state = 0.9 * state + 0.1 * value
             expected.append(state)
         assert torch.allclose(running_average(values, start, 0.1), torch.stack(expected))
+
+    def test_running_average_passes_over_what_is_not_kept(self):
+        values, start = torch.rand(7, 2, dtype=torch.float64), torch.rand(2, dtype=torch.float64)
+        kept = torch.tensor([False, True, True, False, False, True, False])
+        state, expected = start, []
+        for value, keep in zip(values, kept, strict=True):
+            state = 0.9 * state + 0.1 * value if keep else state
+            expected.append(state)
+        values[~kept] = torch.nan
+        assert torch.allclose(running_average(values, start, 0.1, kept), torch.stack(expected))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

@@ -28,6 +28,20 @@ def test_a_cell_is_what_was_run_not_what_came_out(tmp_path):
         file.append(record(wrong=4))
 
 
+def test_how_alpha_was_fitted_is_no_part_of_a_cell(tmp_path):
+    """Its fingerprint says as much, and records from before do not tell."""
+    alpha = {"name": "net.ttn.safetensors", "fingerprint": "0123"}
+    old, new = record(alpha=alpha), record(alpha=alpha | {"config": {"lr": 0.001}})
+    for name, each in (("a", old), ("b", new)):
+        file = RecordFile(tmp_path / f"{name}.jsonl")
+        file.append(each)
+        assert old in file
+        assert new in file
+    assert read_records([tmp_path]) == [old]
+    assert record(alpha=alpha | {"fingerprint": "4567"}) not in file
+    assert record(alpha=None) not in file
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 20, 60, 100])
 def test_a_torn_last_line_is_cut_off(tmp_path, cut):
     path = tmp_path / "r.jsonl"

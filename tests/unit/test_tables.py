@@ -10,6 +10,7 @@ import torch
 
 from ttnorm import artefact, surgery
 from ttnorm.bench import figures, formats, paper, tables
+from ttnorm.bench.cells import Cell
 from ttnorm.bench.experiments import EXPERIMENTS
 from ttnorm.bench.report import write_report
 from ttnorm.data.corruptions import CORRUPTIONS
@@ -53,8 +54,8 @@ def table(records=RECORDS):
 def test_a_cell_is_the_mean_over_domains_beside_the_paper_s():
     rows = dict(table().rows)
     assert table().columns == ["B = 200", "B = 1", "average"]
-    assert rows["TTN"][0] == tables.Cell(12.0, None, 11.67)
-    assert rows["α = 0.3"][1] == tables.Cell(15.0, None, 17.42)
+    assert rows["TTN"][0] == Cell(12.0, None, 11.67)
+    assert rows["α = 0.3"][1] == Cell(15.0, None, 17.42)
     assert rows["TTN"][2].paper == pytest.approx((11.67 + 17.99) / 2)
 
 
@@ -70,6 +71,48 @@ def test_seeds_give_a_deviation():
     assert cell.ours == 13.0
     assert cell.deviation == pytest.approx(2**0.5)
     assert "13.00 ± 1.41" in formats.to_markdown(table(more))
+
+
+def another_seed(records, **wrong_by_size):
+    """As if run once more, with so many more wrong at a batch size."""
+    more = {int(size.removeprefix("at_")): wrong for size, wrong in wrong_by_size.items()}
+    return [r | {"seed": 1, "wrong": r["wrong"] + more[r["batch_size"]]} for r in records]
+
+
+def test_an_average_deviates_as_much_as_every_seed_s_own():
+    average = dict(table(RECORDS + another_seed(RECORDS, at_200=2, at_1=-1)).rows)["TTN"][-1]
+    assert average.ours == 12.25
+    assert average.deviation == pytest.approx(0.5 / 2**0.5)  # of 12 and 12.5
+
+
+def test_an_average_over_cells_of_other_seeds_has_no_deviation():
+    more = [r for r in another_seed(RECORDS, at_200=2, at_1=2) if r["batch_size"] == 200]
+    cells = dict(table(RECORDS + more).rows)["TTN"]
+    assert [cell.deviation is None for cell in cells] == [False, True, True]
+    assert cells[-1].ours == 12.5
+
+
+def test_averages_over_domains_and_over_variants_deviate_too():
+    options = {"dataset": "cifar10-c", "scenario": "single"}
+    more = RECORDS + another_seed(RECORDS, at_200=2, at_1=-1)
+    of_domains = tables.by_domain(more, batch_size=200, **options)
+    of_corruptions = tables.by_corruption(more, **options)
+    deviations = [cell.deviation for cell in dict(of_corruptions.rows)["average"]]
+    assert dict(of_domains.rows)["TTN"][-1].deviation == pytest.approx(2**0.5)
+    assert deviations == pytest.approx([2**0.5, 0.5**0.5])
+    ttn = [r for r in RECORDS if r["norm"] == "ttn"]
+    variants = fitted("layer", 0, ttn) + fitted("layer", 1, another_seed(ttn, at_200=2, at_1=-1))
+    names = {"layer": "layer"}
+    ((_, cells),) = tables.by_variant(variants, dataset="cifar10-c", names=names, title="t").rows
+    assert cells[-1].deviation == pytest.approx(0.5 / 2**0.5)
+
+
+def test_a_note_counts_the_seeds_of_one_cell():
+    """Two of TBN's order, and two of TTN's alpha, are not three."""
+    tbn, ttn = ([r for r in RECORDS if r["norm"] == norm] for norm in ("tbn", "ttn"))
+    both = tbn + [r | {"seed": 1} for r in tbn] + fitted("default", 0, ttn)
+    assert table(both + fitted("default", 1, ttn)).note.endswith("up to 2 seeds.")
+    assert "seeds" not in table([*tbn, tbn[0] | {"seed": 1}]).note  # which was not finished
 
 
 def test_a_cell_that_lacks_a_domain_is_empty():
@@ -123,6 +166,13 @@ def test_two_records_of_one_cell_are_not_mixed_up():
     )
     with pytest.raises(ValueError, match="two records of source on gaussian_noise at B = 200"):
         table(one + other)
+
+
+def test_records_with_and_without_what_alpha_was_fitted_with_are_of_one_file():
+    alpha = {"name": "net.ttn.safetensors", "fingerprint": "0123"}
+    mixed = all_domains("ttn", 200, 5, alpha=alpha)
+    mixed[3:] = [r | {"alpha": alpha | {"config": {"lr": 0.01}}} for r in mixed[3:]]
+    assert dict(table(mixed).rows)["TTN"][0].ours == 12
 
 
 def fitted(variant, seed, records):
@@ -201,7 +251,7 @@ def test_by_domain():
 def test_by_domain_ttn_is_beside_the_paper_s():
     options = {"dataset": "cifar10-c", "scenario": "single"}
     rows = dict(tables.by_domain(RECORDS, batch_size=1, **options).rows)
-    assert rows["TTN"][0] == tables.Cell(5.0, None, 22.03)
+    assert rows["TTN"][0] == Cell(5.0, None, 22.03)
     assert rows["TTN"][-1].paper == pytest.approx(17.99, abs=0.005)
     assert all(cell.paper is None for cell in rows["TBN"])
     mild = [r | {"severity": 3} for r in RECORDS]
@@ -217,7 +267,7 @@ class TestByCorruption:
         rows = dict(self.found().rows)
         assert self.found().columns == ["B = 200", "B = 1"]
         assert list(rows) == [*(c.replace("_", " ") for c in CORRUPTIONS), "average"]
-        assert rows["shot noise"] == [tables.Cell(6.0, None, 12.78), tables.Cell(6.0, None, 19.97)]
+        assert rows["shot noise"] == [Cell(6.0, None, 12.78), Cell(6.0, None, 19.97)]
 
     def test_the_average_is_what_the_table_of_batch_sizes_has(self):
         average, row = dict(self.found().rows)["average"], dict(table().rows)["TTN"]
@@ -383,6 +433,50 @@ class TestReport:
         links = [part.split(")")[0] for part in text.split("](")[1:]]
         assert links
         assert all((tmp_path / link).is_file() for link in links)
+
+    def shares(self, folder, records):
+        """Of the source's error, as lines of the page."""
+        write_report(records, folder)
+        parts = (folder / "results.md").read_text().split("\n\n")
+        return [part for part in parts if part.startswith("| share of the source's error")]
+
+    def test_constants_and_corruptions_have_gains_as_well(self, tmp_path):
+        _, constants, corruptions = self.shares(tmp_path, RECORDS)
+        assert "| α = 0.3 | 44.4 % (34.0 %) | 44.4 % (4.7 %) | 44.4 % (19.3 %) |" in constants
+        assert "| gaussian noise | 75.0 % | 75.0 % |" in corruptions  # the paper has no source's
+        assert "| average | 55.6 % (36.1 %) | 55.6 % (1.5 %) |" in corruptions
+
+    def test_variants_have_gains_as_well(self, tmp_path):
+        ttn = [r for r in RECORDS if r["norm"] == "ttn"]
+        *_, gains = self.shares(tmp_path, RECORDS[:60] + fitted("lambda-10", 0, ttn))
+        assert "| λ = 10 | 55.6 % (31.9 %) | 55.6 % (-1.6 %) | 55.6 % (15.1 %) |" in gains
+
+    def test_the_source_at_one_batch_size_is_the_source_at_all(self, tmp_path):
+        rest = [r for r in RECORDS if (r["norm"], r["batch_size"]) != ("source", 1)]
+        for gains in self.shares(tmp_path, rest):
+            assert "–" not in gains
+
+    def test_gains_are_on_the_same_domains(self, tmp_path):
+        fog = [r for r in RECORDS if r["norm"] == "ttn" and r["domain"] == "fog"]
+        *_, gains = self.shares(tmp_path, RECORDS[:60] + fitted("lambda-10", 0, fog))
+        assert "| λ = 10 | 51.7 % | 51.7 % | 51.7 % |" in gains  # 1 - 14 / 29
+
+    def test_there_are_no_gains_without_the_source_on_every_domain(self, tmp_path):
+        ttn = [r for r in RECORDS if r["norm"] == "ttn"]
+        records = RECORDS + fitted("lambda-10", 0, ttn)
+        none = [r for r in records if r["norm"] != "source"]
+        assert not self.shares(tmp_path, none)
+        without_fog = [r for r in records if (r["norm"], r["domain"]) != ("source", "fog")]
+        (corruptions,) = self.shares(tmp_path, without_fog)
+        assert "| fog | – | – |" in corruptions
+        assert "| frost | 53.6 % | 53.6 % |" in corruptions  # 1 - 13 / 28
+        assert "| average | – | – |" in corruptions
+
+    def test_how_alpha_was_fitted_on_imagenet_is_said_below(self, tmp_path):
+        write_report([r | {"dataset": "imagenet-c"} for r in RECORDS], tmp_path)
+        text = (tmp_path / "results.md").read_text()
+        assert "the channels of a layer share one" in text
+        assert "docs/method.md, ImageNet and segmentation" in text
 
     @pytest.mark.parametrize(
         "chosen",

@@ -219,6 +219,7 @@ def _about(network: Network, data: Domains, job: Job) -> Record:
         alpha = {"name": path.name, "fingerprint": artefact.short_checksum(path)}
         if norm.remembers:
             alpha["source"] = artefact.short_source_checksum(path)
+        alpha["config"] = artefact.read(path).metadata["config"]  # how it was fitted
     return {
         "dataset": data.dataset,
         "severity": data.severity,

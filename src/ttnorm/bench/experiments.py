@@ -140,6 +140,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "table14": Experiment(title="each corruption", rows=(("ttn", "none"),), each_corruption=True),
     # not in the paper
+    "prior-strength": Experiment(
+        title="strength of the prior's shift", variants=("default", "prior-strong"), datasets=BOTH
+    ),
     "mixed-pairs": Experiment(
         title="two domains in every batch", rows=NORMS, datasets=BOTH, scenarios=("mixed-pairs",)
     ),

@@ -6,7 +6,8 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from .tables import Cell, Table
+from .cells import Cell
+from .tables import Table
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

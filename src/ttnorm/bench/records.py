@@ -150,7 +150,18 @@ def _is_record(value: Any) -> bool:
 
 def _cell(record: Record) -> str:
     identity = {key: value for key, value in record.items() if key not in OUTCOME}
+    if "alpha" in identity:
+        identity["alpha"] = alpha_file(record)
     return json.dumps(identity, sort_keys=True)
+
+
+def alpha_file(record: Record) -> dict[str, str] | None:
+    """Which file a record's alpha is from, or None where it has none.
+
+    How it was fitted is left out: the fingerprint covers it, and older records do not say.
+    """
+    alpha = record.get("alpha")
+    return alpha and {key: value for key, value in alpha.items() if key != "config"}
 
 
 def variant_of(record: Record) -> tuple[str, int] | None:

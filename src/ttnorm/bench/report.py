@@ -77,7 +77,7 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
     if named:
         table = tables.by_batch_size(named, dataset=dataset, scenario=scenario)
         page.table(base, table)
-        page.add("" if table.higher else _gains(table))
+        page.add(_gains(table, named))
         if table.higher or any(c.paper is not None for _, cells in table.rows for c in cells):
             page.add(paper.ERRATA.get((scenario, dataset), ""))
         draw = partial(figures.error_by_batch_size, dataset=dataset, scenario=scenario)
@@ -93,6 +93,7 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
         both = constants + [r for r in named if (r["norm"], r["method"]) == ("ttn", "none")]
         table = tables.by_batch_size(both, dataset=dataset, scenario=scenario)
         page.table(f"{base}-constant", table)
+        page.add(_gains(table, named))
         page.add(paper.ERRATA.get((f"{scenario}, constants", dataset), ""))
     if named and "miou" in named[0]:
         for size, table in tables.every_domain(named, dataset, scenario).items():
@@ -120,7 +121,9 @@ def _each_corruption(page: _Page, records: list[Record], base: str) -> None:
     ttn = [r for r in records if (r["norm"], r["method"]) == ("ttn", "none")]
     if published and any(tables.is_of_its_norm(r) for r in ttn):
         page.add("TTN under every corruption, at every batch size:")
-        page.table(f"{base}-corruptions", tables.by_corruption(ttn, **options))
+        table = tables.by_corruption(ttn, **options)
+        page.table(f"{base}-corruptions", table)
+        page.add(_gains(table, records))
 
 
 def _meets_small_batches(record: Record) -> bool:
@@ -139,6 +142,7 @@ def _ablations(page: _Page, records: list[Record], title: str) -> None:
         page.add(f"## {title}. {about}")
         table = tables.by_variant(records, dataset=dataset, names=names, title=about)
         page.table(f"{base}-{about.split(':')[0].lower()}", table)
+        page.add(_gains(table, records))
     for what, name in (("prior", "the prior"), ("alpha", "optimising alpha")):
         if any(f"{what}-{c}" in variants for c in CORRUPTIONS):
             page.add(f"## {title}. True corruptions as augmentation for {name}")
@@ -148,17 +152,20 @@ def _ablations(page: _Page, records: list[Record], title: str) -> None:
             page.figure(f"{base}-corruptions-{what}", figure)
 
 
-def _gains(table: tables.Table) -> str:
-    """How much of the source's error each row takes away: ours, and the paper's in brackets."""
-    rows = dict(table.rows)
-    source = rows.pop("Source (CBN)", None)
-    if source is None or not rows:
+def _gains(table: tables.Table, records: Sequence[Record]) -> str:
+    """How much of the source's error each row takes away: ours, and the paper's in brackets.
+
+    Nothing where the records do not have the source's, nor for scenes, of which it is no error.
+    """
+    rows = {name: cells for name, cells in table.rows if name != tables.NAMES["source"]}
+    source = {name: tables.source_error(records, table.domains[name]) for name in rows}
+    if table.higher or all(before.ours is None for before in source.values()):
         return ""
     lines = ["| share of the source's error that is removed | " + " | ".join(table.columns) + " |"]
     lines.append("|---" * (len(table.columns) + 1) + "|")
     for name, cells in rows.items():
-        texts = []
-        for before, after in zip(source, cells, strict=True):
+        texts, before = [], source[name]
+        for after in cells:
             ours, theirs = _share(before.ours, after.ours), _share(before.paper, after.paper)
             texts.append((ours or "–") + (f" ({theirs})" if theirs else ""))
         lines.append(f"| {name} | " + " | ".join(texts) + " |")

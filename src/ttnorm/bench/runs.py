@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -45,6 +45,8 @@ def load_domains(
     *,
     preprocessing: Preprocessing | None = None,
     skip_bad: bool = False,
+    asked: Sequence[str] | None = None,
+    exchange: Callable[[list[str]], list[str]] = list,
 ) -> Domains:
     """The test set that a network is scored on.
 
@@ -54,6 +56,7 @@ def load_domains(
         corruptions, severity: which of them.
         preprocessing: what ImageNet's networks want.
         skip_bad: leave out files that cannot be used.
+        asked, exchange: where other processes load other corruptions: see `load_imagenet_c`.
     """
     if folder is None:
         raise ValueError(
@@ -62,7 +65,7 @@ def load_domains(
             else "Scoring under corruptions needs --data, a folder with npy files, the official "
             "ones or what ttnorm corrupt wrote, or with ImageNet-C."
         )
-    for corruption in corruptions:
+    for corruption in asked or corruptions:
         if corruption not in CORRUPTIONS:
             raise ValueError(
                 f"There is no corruption {corruption!r}; there are {', '.join(CORRUPTIONS)}."
@@ -77,7 +80,15 @@ def load_domains(
             test = load_cifar(folder, "test")
         return _of(network, classes, Domains(name, 0, {"clean": test.images}, test.labels))
     if dataset == "imagenet" and not (folder / "labels.npy").is_file():
-        loaded = load_imagenet_c(folder, corruptions, severity, preprocessing, skip_bad=skip_bad)
+        loaded = load_imagenet_c(
+            folder,
+            corruptions,
+            severity,
+            preprocessing,
+            skip_bad=skip_bad,
+            asked=asked,
+            exchange=exchange,
+        )
     else:
         loaded = _from_arrays(folder, corruptions, severity, size)
     labels = next(iter(loaded.values())).labels

@@ -56,6 +56,18 @@ class Shards:
         self.store.wait([self._key(name)], LONGEST)
         return json.loads(self.store.get(self._key(name)))
 
+    def of_all(self, name: str, shares: int, ours: list[str]) -> list[str]:
+        """What all processes with a share have, for each of them; they are the first ones.
+
+        Every one of them has to ask, or the others wait.
+        """
+        if min(self.count, shares) == 1:
+            return ours
+        keys = [self._key(f"{name} {rank}") for rank in range(min(self.count, shares))]
+        self.store.set(keys[self.rank], json.dumps(ours))
+        self.store.wait(keys, LONGEST)
+        return [value for key in keys for value in json.loads(self.store.get(key))]
+
     @contextlib.contextmanager
     def records(self, path: Path) -> Iterator[RecordFile]:
         """A file for this process that knows what is on file; all is in `path` afterwards."""

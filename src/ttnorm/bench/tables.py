@@ -8,13 +8,13 @@ a run was not finished and domains are missing, the cell is empty rather than wr
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..data.corruptions import CORRUPTIONS
 from . import paper
+from .cells import Cell, average_of, mean_cell, measure, most_seeds, to_cell
 from .experiments import FIRST, Experiment, is_dear
 from .records import Record, variant_of
 
@@ -59,6 +59,10 @@ ABLATIONS = {
         "default": "λ = 1",
         "lambda-10": "λ = 10",
     },
+    "Prior: how strong the shift is that it is measured under": {
+        "default": "jitter ±0.4, one image in ten inverted (default)",
+        "prior-strong": "jitter ±0.8, one image in two inverted",
+    },
     "Augmentation: one part more in every row": {
         "prior-jitter": "prior: colour jitter",
         "prior-grayscale": "prior: + grayscale",
@@ -72,14 +76,6 @@ ABLATIONS = {
 }
 
 
-class Cell(NamedTuple):
-    """An error in percent, its deviation over seeds if there are several, and the paper's."""
-
-    ours: float | None
-    deviation: float | None = None
-    paper: float | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A table of errors: a name and a cell per column in every row.
@@ -87,6 +83,7 @@ class Table:
     Args:
         higher: whether more is better.
         apart: names of rows that are not compared with others, as those on fewer images are not.
+        domains: by the names of rows, what their cells are means over, where all are over the same.
     """
 
     title: str
@@ -95,6 +92,7 @@ class Table:
     note: str
     higher: bool = False
     apart: frozenset[str] = frozenset()
+    domains: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
 
 def row_name(norm: str, method: str) -> str:
@@ -151,18 +149,24 @@ def by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> 
         raise ValueError(f"There are no records of {dataset} in the scenario {scenario}.")
     sizes = sorted({r["batch_size"] for r in chosen}, reverse=True)
     domains = {r["domain"] for r in chosen}
-    rows = []
+    found = {}
     for norm, method in _rows(chosen):
-        cells = []
+        row = []
         for size in sizes:
             key = (norm, method, size)
             here = [r for r in chosen if (r["norm"], r["method"], r["batch_size"]) == key]
             theirs = paper.error(scenario, dataset, *key) if _as_in_the_paper(chosen) else None
-            cells.append(_cell(here, domains, theirs))
-        rows.append((_row_title(norm, method, chosen), [*cells, _average(cells)]))
-    title = f"{dataset}, {scenario}: {score_name(chosen)}"
-    columns = [*(f"B = {size}" for size in sizes), "average"]
-    return Table(title, columns, rows, _note(chosen), "miou" in chosen[0], _apart(chosen))
+            row.append(measure(here, domains, theirs))
+        found[_row_title(norm, method, chosen)] = row
+    return Table(
+        f"{dataset}, {scenario}: {score_name(chosen)}",
+        [*(f"B = {size}" for size in sizes), "average"],
+        [(title, [*map(to_cell, row), average_of(row)]) for title, row in found.items()],
+        _note(chosen, most_seeds(found.values())),
+        "miou" in chosen[0],
+        _apart(chosen),
+        dict.fromkeys(found, frozenset(domains)),
+    )
 
 
 def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_size: int) -> Table:
@@ -182,19 +186,20 @@ def by_domain(records: Iterable[Record], *, dataset: str, scenario: str, batch_s
     if corrupted and len(corrupted) < len(domains):
         averaged, of_what = corrupted, " of corruptions"
     published = _as_in_the_paper(chosen)
-    rows = []
+    rows, most = [], 0
     for norm, method in _rows(chosen):
         here = [r for r in chosen if (r["norm"], r["method"]) == (norm, method)]
-        cells = {}
+        row = {}
         for d in domains:
             cell = (scenario, dataset, norm, method, batch_size, d)
             theirs = paper.corruption_error(*cell) if published else None
-            cells[d] = _cell([r for r in here if r["domain"] == d], {d}, theirs)
-        average = _average([cells[d] for d in averaged])
-        rows.append((_row_title(norm, method, chosen), [*cells.values(), average]))
+            row[d] = measure([r for r in here if r["domain"] == d], {d}, theirs)
+        average = average_of([row[d] for d in averaged])
+        rows.append((_row_title(norm, method, chosen), [*map(to_cell, row.values()), average]))
+        most = max(most, most_seeds([row.values()]))
     title = f"{dataset}, {scenario}, B = {batch_size}: {score_name(chosen)}"
     columns = [*(d.replace("_", " ") for d in domains), "average" + of_what]
-    return Table(title, columns, rows, _note(chosen), "miou" in chosen[0], _apart(chosen))
+    return Table(title, columns, rows, _note(chosen, most), "miou" in chosen[0], _apart(chosen))
 
 
 def by_corruption(records: Iterable[Record], *, dataset: str, scenario: str) -> Table:
@@ -209,24 +214,27 @@ def by_corruption(records: Iterable[Record], *, dataset: str, scenario: str) -> 
         raise ValueError(f"There are no records of TTN on {dataset}, {scenario}.")
     sizes = sorted({r["batch_size"] for r in chosen}, reverse=True)
     published = _as_in_the_paper(chosen)
-    rows = []
+    found = {}
     for domain in dict.fromkeys(r["domain"] for r in chosen):
-        cells = []
+        row = []
         for size in sizes:
             here = [r for r in chosen if (r["domain"], r["batch_size"]) == (domain, size)]
             cell = (scenario, dataset, "ttn", "none", size, domain)
             theirs = paper.corruption_error(*cell) if published else None
-            cells.append(_cell(here, {domain}, theirs))
-        rows.append((domain.replace("_", " "), cells))
-    columns = zip(*(cells for _, cells in rows), strict=True)
-    rows.append(("average", [_average(column) for column in columns]))
+            row.append(measure(here, {domain}, theirs))
+        found[domain] = row
+    rows = [(domain.replace("_", " "), [*map(to_cell, row)]) for domain, row in found.items()]
+    columns = zip(*found.values(), strict=True)
+    rows.append(("average", [average_of(column) for column in columns]))
+    domains = {domain.replace("_", " "): frozenset({domain}) for domain in found}
     return Table(
         f"TTN on {dataset}, {scenario}: {score_name(chosen)}",
         [f"B = {size}" for size in sizes],
         rows,
-        _note(chosen),
+        _note(chosen, most_seeds(found.values())),
         # one corruption is easier than another, not better
         apart=frozenset(title for title, _ in rows),
+        domains=domains | {"average": frozenset(found)},
     )
 
 
@@ -243,24 +251,17 @@ def by_class(
     chosen = [r for r in chosen if is_of_its_norm(r)]
     if not chosen:
         raise ValueError(f"There are no records of {domain} at B = {batch_size}.")
-    rows = []
+    rows, most = [], 0
     for norm, method in _rows(chosen):
         found = [r["iou"] for r in chosen if (r["norm"], r["method"]) == (norm, method)]
         cells = [
-            _mean_cell([100 * v for v in values if v is not None])
+            mean_cell([100 * v for v in values if v is not None])
             for values in zip(*found, strict=True)
         ]
         rows.append((row_name(norm, method), cells))
+        most = max(most, len(found))
     title = f"{chosen[0]['dataset']}, {domain}, B = {batch_size}: IoU in %"
-    return Table(title, list(classes), rows, _note(chosen), higher=True)
-
-
-def _mean_cell(values: Sequence[float]) -> Cell:
-    """Over seeds."""
-    if not values:
-        return Cell(None)
-    deviation = statistics.stdev(values) if len(values) > 1 else None
-    return Cell(statistics.mean(values), deviation)
+    return Table(title, list(classes), rows, _note(chosen, most), higher=True)
 
 
 def score_name(records: Sequence[Record]) -> str:
@@ -290,15 +291,43 @@ def by_variant(
     chosen = [r for by_size in found.values() for size in sizes for r in by_size.get(size, [])]
     domains = {r["domain"] for r in chosen}
     published = dataset == "cifar10-c" and _as_in_the_paper(chosen)
-    rows = []
+    measured = {}
     for variant, name in names.items():
-        cells = []
+        row = []
         for size in sizes:
             theirs = paper.variant_error(variant, size) if published else None
-            cells.append(_cell(found.get(variant, {}).get(size, []), domains, theirs))
-        rows.append((name, [*cells, _average(cells)] if len(sizes) > 1 else cells))
-    columns = [f"B = {size}" for size in sizes] + ["average"] * (len(sizes) > 1)
-    return Table(f"{dataset}, {title}: error in %", columns, rows, _note(chosen))
+            row.append(measure(found.get(variant, {}).get(size, []), domains, theirs))
+        measured[name] = row
+    several = len(sizes) > 1
+    return Table(
+        f"{dataset}, {title}: error in %",
+        [f"B = {size}" for size in sizes] + ["average"] * several,
+        [(name, [*map(to_cell, r), *([average_of(r)] * several)]) for name, r in measured.items()],
+        _note(chosen, most_seeds(measured.values())),
+        domains=dict.fromkeys(measured, frozenset(domains)),
+    )
+
+
+def source_error(records: Iterable[Record], domains: frozenset[str]) -> Cell:
+    """The source network's mean over these domains, ours and the paper's.
+
+    No batch size changes it: it is taken from the first that has all the domains.
+
+    Args:
+        records: of one data set and scenario.
+    """
+    by_size: dict[int, list[Record]] = {}
+    for r in records:
+        if (r["norm"], r["method"]) == ("source", "none") and r["domain"] in domains:
+            by_size.setdefault(r["batch_size"], []).append(r)
+    for here in by_size.values():
+        what = (here[0]["scenario"], here[0]["dataset"], "source", "none")
+        published = [paper.error(*what, size) for size in paper.BATCH_SIZES]
+        known = [error for error in published if error is not None and _as_in_the_paper(here)]
+        measured = measure(here, set(domains), known[0] if known else None)
+        if measured.ours:
+            return to_cell(measured)
+    return Cell(None)
 
 
 def of_experiment(experiment: Experiment, records: Iterable[Record]) -> list[Table]:
@@ -370,25 +399,6 @@ def _images_of_rows(records: Sequence[Record]) -> dict[tuple[str, str], int]:
     return images
 
 
-def _cell(records: Sequence[Record], domains: set[str], theirs: float | None) -> Cell:
-    by_seed: dict[Any, dict[str, float]] = {}
-    alphas: dict[tuple[str, int], Any] = {}  # one file for every seed of one variant
-    for r in records:
-        errors = by_seed.setdefault((r["seed"], variant_of(r)), {})
-        variant, seed = variant_of(r) or ("", 0)
-        alpha = alphas.setdefault((variant, seed), r.get("alpha"))
-        several = alpha != r.get("alpha") or len({variant for variant, _ in alphas}) > 1
-        if r["domain"] in errors or several:
-            raise ValueError(
-                f"There are two records of {r['norm']} on {r['domain']} at B = {r['batch_size']}: "
-                "of other severities, networks, alpha files, images or settings. Keep these in "
-                "files of their own, and report on one at a time."
-            )
-        errors[r["domain"]] = 100 * r["miou"] if "miou" in r else 100 * r["wrong"] / r["n"]
-    means = [statistics.mean(e.values()) for e in by_seed.values() if e.keys() == domains]
-    return _mean_cell(means)._replace(paper=theirs)
-
-
 def is_of_its_norm(record: Record) -> bool:
     """Whether its alpha is the one that the norm stands for, and no ablation of it."""
     variant = variant_of(record)
@@ -404,21 +414,10 @@ def _as_in_the_paper(records: Sequence[Record]) -> bool:
     return (domains == set(CORRUPTIONS) and severities == {5}) or domains == {"clean"}
 
 
-def _average(cells: Sequence[Cell]) -> Cell:
-    """Over a row; the paper's is recomputed from its cells, where it has them all."""
-    ours = [cell.ours for cell in cells]
-    theirs = [cell.paper for cell in cells]
-    return Cell(
-        None if None in ours else statistics.mean(ours),  # type: ignore[type-var]
-        None,
-        None if None in theirs else statistics.mean(theirs),  # type: ignore[type-var]
-    )
-
-
-def _note(records: Sequence[Record]) -> str:
+def _note(records: Sequence[Record], seeds: int) -> str:
+    """What a table is of, where a cell has up to so many seeds."""
     models = sorted({r["model"]["name"] for r in records})
     images = sorted({r["config"]["subset"] for r in records})
-    seeds = len({(r["seed"], (variant_of(r) or ("", 0))[1]) for r in records})
     count = " or ".join(f"{n:,}" for n in images)
     runs = f", up to {seeds} seeds" if seeds > 1 else ""
     divided = {r["batch_size"] for r in records if "streams" in r["config"]}

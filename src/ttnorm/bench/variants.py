@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from .. import artefact
-from ..augment import DOMAIN_PARTS, Augment, domain_shift, prior_shift
+from ..augment import DOMAIN_PARTS, PRIOR_PARTS, Augment, domain_shift, prior_shift
 from ..data.corruptions import CORRUPTIONS, corrupt
 from ..data.images import Images
 from ..data.loader import DeviceLoader
@@ -39,7 +39,7 @@ class Variant:
 
     Args:
         config: of `PostTrainConfig`.
-        prior_parts: of `prior_shift`.
+        prior: of `prior_shift`.
         parts: of `domain_shift`.
         average: the default's alpha, averaged over each "layer" or everything ("constant").
         prior_corruption: a true corruption in place of the prior's shift.
@@ -47,7 +47,7 @@ class Variant:
     """
 
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    prior_parts: tuple[str, ...] | None = None
+    prior: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     parts: tuple[str, ...] | None = None
     average: str | None = None
     prior_corruption: str | None = None
@@ -76,13 +76,15 @@ VARIANTS: dict[str, Variant] = {
     "constant-mean": Variant(average="constant"),
     "layer": Variant(config={"granularity": "layer"}),
     # augmentation, a part at a time; padding alone changes nothing that is not cropped again
-    "prior-jitter": Variant(prior_parts=("jitter",)),
-    "prior-grayscale": Variant(prior_parts=("jitter", "grayscale")),
-    "prior-blur": Variant(prior_parts=("jitter", "grayscale", "invert", "blur")),
-    "prior-flip": Variant(prior_parts=("jitter", "grayscale", "invert", "blur", "flip")),
+    "prior-jitter": Variant(prior={"parts": ("jitter",)}),
+    "prior-grayscale": Variant(prior={"parts": ("jitter", "grayscale")}),
+    "prior-blur": Variant(prior={"parts": (*PRIOR_PARTS, "blur")}),
+    "prior-flip": Variant(prior={"parts": (*PRIOR_PARTS, "blur", "flip")}),
     "alpha-jitter": Variant(parts=DOMAIN_PARTS[:1]),
     "alpha-affine": Variant(parts=DOMAIN_PARTS[:2]),
     "alpha-blur": Variant(parts=DOMAIN_PARTS[:3]),
+    # SimCLR's jitter and torchvision's RandomInvert: a prior as high as the paper's
+    "prior-strong": Variant(prior={"strength": 2.0, "invert": 0.5}),
     **{f"prior-{c}": Variant(prior_corruption=c) for c in CORRUPTIONS},
     **{f"alpha-{c}": Variant(corruption=c) for c in CORRUPTIONS},
 }
@@ -173,9 +175,7 @@ def _check_config(path: Path, config: PostTrainConfig) -> None:
 def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpoint: Path) -> None:
     config = _config(variant, source, seed)
     clean = DeviceLoader(*source.train, source.batch_size, seed)
-    shift: Augment = prior_shift
-    if variant.prior_parts is not None:
-        shift = partial(prior_shift, parts=variant.prior_parts)
+    shift: Augment = partial(prior_shift, **variant.prior) if variant.prior else prior_shift
     if variant.prior_corruption is not None:
         shift = partial(_corrupted, corruption=variant.prior_corruption, textures=source.textures)
     if variant.corruption is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -150,10 +151,13 @@ def evaluate(
             for s in seed or [0]
             for b in batch_size or inputs.BATCH_SIZES[kind]
         ]
-        is_clean = chosen == "source"
-        domains, jobs = shards.share(chosen, corruption or CORRUPTIONS, jobs)
+        is_clean, asked = chosen == "source", corruption or CORRUPTIONS
+        domains, jobs = shards.share(chosen, asked, jobs)
         if not domains or not jobs:
             continue  # more processes than there is to do
+        # where each has corruptions of its own, a file that is bad for one is so for all
+        divided = len(domains) < len(asked)
+        exchange = partial(shards.of_all, f"bad files, {chosen}", len(asked)) if divided else list
         tests = load_domains(
             tested,
             kind,
@@ -163,6 +167,8 @@ def evaluate(
             severity,
             preprocessing=inputs.preprocessing(network),
             skip_bad=skip_bad,
+            asked=asked,
+            exchange=exchange,
         )
         tests = tests if subset is None else tests.subset(subset)
         check(tested, tests, jobs)
@@ -170,7 +176,14 @@ def evaluate(
     with shards.records(records) as file:
         before = len(file)
         for tests, jobs in runs:
-            score(tested, tests.to(where), jobs, file, grouped=not sequential)
+            score(
+                tested,
+                tests.to(where),
+                jobs,
+                file,
+                grouped=not sequential,
+                experiment="evaluate",
+            )
     if shards.rank == 0:
         _print_tables(records)
         new = len(read_records([records])) - before

@@ -67,6 +67,24 @@ def check_folder(path: Path) -> None:
         raise ValueError(f"{path} cannot be a folder to write to: {there} is in the way.")
 
 
+def check_file(path: Path | None) -> None:
+    """Whether a file that is to be read is there, if one was named."""
+    if path is not None and not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
+
+
+def check_test_set(dataset: str, folder: Path) -> None:
+    """Whether a folder has the test set of cifar10, cifar100, imagenet or camvid."""
+    from ..data import cifar, imagenet
+
+    if dataset.startswith("cifar"):
+        cifar.load_cifar(folder, "test")  # a second; the others take minutes to read
+    elif dataset == "imagenet":
+        imagenet.split_folder(folder, "test")
+    elif not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}.")
+
+
 def network(spec: str, device: str = "cpu", weights: Path | None = None) -> nn.Module:
     """A network by name, one from a checkpoint file, or what MODULE:FUNCTION returns."""
     from ..models import imagenet, segmentation, zoo

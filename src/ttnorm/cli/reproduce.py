@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -102,6 +103,13 @@ def reproduce(
             "Without --cifar10, --cifar100, --imagenet or --camvid, a folder with it, nothing can "
             "be run."
         )
+    wanted = {d for name, whole in chosen.items() for d in part.of(name, whole).datasets}
+    wanted |= {"camvid"} if pictures is not None else set()
+    given = {"cifar10": cifar10, "cifar100": cifar100, "imagenet": imagenet, "camvid": camvid}
+    folders = {name: f for name, f in given.items() if f is not None and name in wanted}
+    networks = dict(_network_and_weights(named) for named in network or ["resnet50"])
+    # what is read, before a folder is made to write to
+    _check(folders, networks, camvid_network, textures)
     if quick:
         work = work / "quick"
         records = work / "records"
@@ -119,19 +127,21 @@ def reproduce(
     )
     benches: dict[str, Bench] = {
         name: CifarBench(name, folder, setup)
-        for name, folder in {"cifar10": cifar10, "cifar100": cifar100}.items()
-        if folder is not None
+        for name, folder in folders.items()
+        if name.startswith("cifar")
     }
-    if imagenet is not None:
-        for named in network or ["resnet50"]:
-            name, _, file = named.partition("=")
-            weights = Path(file) if file else None
-            benches[name] = ImageNetBench(name, weights, imagenet, large_setup, skip_bad=skip_bad)
-    if camvid is not None:
-        if camvid_network is None:
-            raise ValueError("--camvid needs --camvid-network: run ttnorm train-segmentation.")
+    if "imagenet" in folders:
+        for name, weights in networks.items():
+            benches[name] = ImageNetBench(
+                name, weights, folders["imagenet"], large_setup, skip_bad=skip_bad
+            )
+    if "camvid" in folders and camvid_network is not None:
         benches["camvid"] = CamvidBench(
-            camvid_network, camvid, scenes_setup, severity=camvid_severity, skip_bad=skip_bad
+            camvid_network,
+            folders["camvid"],
+            scenes_setup,
+            severity=camvid_severity,
+            skip_bad=skip_bad,
         )
     run(list(chosen), benches, records, part)
     scenes = benches.get("camvid")
@@ -146,3 +156,32 @@ def reproduce(
     console.print(
         f"Records are in {records}; ttnorm report {records} --output report makes a page."
     )
+
+
+def _network_and_weights(named: str) -> tuple[str, Path | None]:
+    name, _, file = named.partition("=")
+    return name, Path(file) if file else None
+
+
+def _check(
+    folders: Mapping[str, Path],
+    networks: Mapping[str, Path | None],
+    camvid_network: Path | None,
+    textures: Path | None,
+) -> None:
+    """Raise where something that is to be read is not there."""
+    from ..data.corruptions import check_textures
+    from ..models import imagenet
+
+    for name, folder in folders.items():
+        inputs.check_test_set(name, folder)
+    if "imagenet" in folders:
+        for name, weights in networks.items():
+            imagenet.check(name)
+            inputs.check_file(weights)
+    if "camvid" in folders:
+        if camvid_network is None:
+            raise ValueError("--camvid needs --camvid-network: run ttnorm train-segmentation.")
+        inputs.check_file(camvid_network)
+    if textures is not None:
+        check_textures(textures)

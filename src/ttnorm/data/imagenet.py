@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .corruptions import CORRUPTIONS
-from .images import Array, Images, as_tensor, read_all, read_picture
+from .images import SKIP_BAD, Array, Images, as_tensor, read_all, read_picture
 
 CLASSES = 1000
 MOST = 64_000  # images of a training set, the paper's number for an epoch
@@ -77,6 +77,8 @@ def load_imagenet_c(
     preprocessing: Preprocessing | None = None,
     *,
     skip_bad: bool = False,
+    asked: Sequence[str] | None = None,
+    exchange: Callable[[list[str]], list[str]] = list,
 ) -> dict[str, Images]:
     """The same images under every corruption: those that all of them have.
 
@@ -84,8 +86,25 @@ def load_imagenet_c(
         folder: see above.
         corruptions, severity: which.
         preprocessing, skip_bad: see `load_imagenet`.
+        asked: all corruptions, where other processes load the others; images are those of all.
+        exchange: from the files that are left out here to those that are by any such process.
     """
+    common = _common(Path(folder), asked or corruptions, severity, skip_bad)
     folders = {c: Path(folder) / c / str(severity) for c in corruptions}
+    read = {c: _read(where, common, preprocessing, skip_bad) for c, where in folders.items()}
+    bad = [name for name in common if any(name not in pictures for pictures in read.values())]
+    left_out = set(exchange(bad) if skip_bad else bad)
+    kept = [name for name in common if name not in left_out]
+    if not kept:
+        raise ValueError(f"{folder} has no image that can be read under every corruption.")
+    return {c: _stack({n: pictures[n] for n in kept}, common) for c, pictures in read.items()}
+
+
+def _common(
+    folder: Path, corruptions: Sequence[str], severity: int, skip_bad: bool
+) -> dict[str, int]:
+    """The files that are there under every corruption."""
+    folders = {c: folder / c / str(severity) for c in corruptions}
     for corruption, where in folders.items():
         if not where.is_dir():
             raise FileNotFoundError(
@@ -99,12 +118,9 @@ def load_imagenet_c(
             odd = min(set(found) - there)
             raise ValueError(
                 f"{folders[corruption] / odd} is not there under every corruption. Unpack "
-                "ImageNet-C anew, or leave such images out with skip_bad."
+                f"ImageNet-C anew, or leave such images out with {SKIP_BAD}."
             )
-    common = {name: label for name, label in files[corruptions[0]].items() if name in there}
-    read = {c: _read(where, common, preprocessing, skip_bad) for c, where in folders.items()}
-    kept = [name for name in common if all(name in pictures for pictures in read.values())]
-    return {c: _stack({n: pictures[n] for n in kept}, common) for c, pictures in read.items()}
+    return {name: label for name, label in files[corruptions[0]].items() if name in there}
 
 
 def split_folder(folder: str | Path, split: str) -> Path:

@@ -19,6 +19,7 @@ from ..progress import Progress
 logger = logging.getLogger("ttnorm")
 Array = NDArray[Any]
 T = TypeVar("T")
+SKIP_BAD = "skip_bad=True or --skip-bad"  # in Python, and on the command line
 VOID = 255  # what a mask has where nothing is to be learned or scored
 
 
@@ -72,7 +73,7 @@ def read_all(
             except (UnusableFile, FileNotFoundError) as error:
                 if not skip_bad:
                     pool.shutdown(cancel_futures=True)
-                    message = f"{error} Mend it or take it away, or leave it out with skip_bad."
+                    message = f"{error} Mend it or take it away, or leave it out with {SKIP_BAD}."
                     raise type(error)(message) from error
                 bad.append(str(error))
             progress.step()
