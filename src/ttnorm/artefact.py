@@ -16,22 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from .classes import Classes
-from .files import (
-    check_fingerprint,
-    check_undamaged,
-    check_version,
-    checksum,
-    fingerprint,
-    read_safetensors,
-    write_atomically,
-)
+from .files import Stamp, check_fingerprint, checksum, fingerprint, read_stamped, write_stamped
 from .routing import Content
 from .surgery import alphas, convert_
 from .tree import CLASSES, CONFIG, CONTENT, M, known_of, remember_, ttn_layers
-from .version import __version__
 
-FORMAT = "ttnorm-alpha"
-FORMAT_VERSION = 1
+STAMP = Stamp(
+    "ttnorm-alpha", 1, "is a safetensors file but no alpha file: ttnorm.save writes those."
+)
 # What streams need to know of source images: prefixes of tensors that are no layer's alpha
 KNOWN: dict[str, tuple[str, Any]] = {
     CONTENT: ("content/", Content),
@@ -71,15 +63,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             _check_finite(parts, "The model")
             tensors |= parts
     metadata = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "ttnorm": __version__,
         "config": known_of(model, CONFIG) or {},
         "cross_term": _of_all_layers(model, "cross_term"),
         "source_count": _of_all_layers(model, "source_count"),
-        "fingerprint": fingerprint(model),
     }
-    write_atomically(path, tensors, {**metadata, "sha256": checksum(tensors, metadata)})
+    write_stamped(path, STAMP, model, tensors, metadata)
 
 
 def _of_all_layers(model: nn.Module, option: str) -> Any:
@@ -140,13 +128,7 @@ def read(path: str | os.PathLike[str]) -> AlphaFile:
 
 
 def _read_checked(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, metadata = read_safetensors(path)
-    if metadata.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} is a safetensors file but no alpha file: ttnorm.save writes those."
-        )
-    check_version(path, metadata, FORMAT_VERSION)
-    check_undamaged(path, tensors, metadata)
+    tensors, metadata = read_stamped(path, STAMP)
     _check_values(_alphas_of(tensors, metadata), path)
     _check_finite(tensors, path)
     return tensors, metadata

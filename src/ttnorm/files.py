@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,15 @@ from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from .tree import batchnorm_layers
+from .version import __version__
+
+
+class Stamp(NamedTuple):
+    """A kind of file: its name, the newest version of it, and what others are told to be."""
+
+    format: str
+    version: int
+    otherwise: str
 
 
 def unfinished(path: str | os.PathLike[str]) -> str:
@@ -61,24 +70,42 @@ def _decoded(value: str) -> Any:
         return value  # not ours: others write {"format": "pt"}
 
 
-def check_version(path: str | os.PathLike[str], metadata: Mapping[str, Any], newest: int) -> None:
-    """Raise if a file has a format that came after this version of the library."""
+def write_stamped(
+    path: str | os.PathLike[str],
+    stamp: Stamp,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Write a file that says what it is, for which network, and what its content has to be."""
+    stamped = {
+        "format": stamp.format,
+        "format_version": stamp.version,
+        "ttnorm": __version__,
+        "fingerprint": fingerprint(model),
+        **metadata,
+    }
+    write_atomically(path, tensors, {**stamped, "sha256": checksum(tensors, stamped)})
+
+
+def read_stamped(
+    path: str | os.PathLike[str], stamp: Stamp
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `write_stamped` wrote; raises where it is something else, newer or damaged."""
+    tensors, metadata = read_safetensors(path)
+    if metadata.get("format") != stamp.format:
+        raise ValueError(f"{path} {stamp.otherwise}")
     written = metadata.get("format_version")
-    if isinstance(written, int) and written > newest:
+    if isinstance(written, int) and written > stamp.version:
         raise ValueError(
             f"{path} has format {written}, written by ttnorm {metadata.get('ttnorm')}; this "
-            f"version reads up to {newest}. Upgrade ttnorm."
+            f"version reads up to {stamp.version}. Upgrade ttnorm."
         )
-
-
-def check_undamaged(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, Any]
-) -> None:
-    """Raise if a file's content is not that of its checksum, which is taken out of the metadata."""
     if metadata.pop("sha256", None) != checksum(tensors, metadata):
         raise ValueError(
             f"{path} is damaged: its content does not match its checksum. Copy it anew."
         )
+    return tensors, metadata
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:

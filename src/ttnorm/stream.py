@@ -17,25 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .files import (
-    check_fingerprint,
-    check_undamaged,
-    check_version,
-    checksum,
-    fingerprint,
-    read_safetensors,
-    write_atomically,
-)
+from .files import Stamp, check_fingerprint, fingerprint, read_stamped, write_stamped
 from .memory import Stream
 from .pooling import average
 from .stream_config import StreamConfig
 from .stream_rows import Id
 from .surgery import end_stream_
 from .tree import CONTENT, STREAM, M, known_of, unwrap
-from .version import __version__
 
-FORMAT = "ttnorm-stream"
-FORMAT_VERSION = 1
+STAMP = Stamp("ttnorm-stream", 1, "holds no streams: ttnorm.save_stream writes those.")
 
 
 def stream_(model: M, config: StreamConfig | None = None, **options: Any) -> M:
@@ -150,24 +140,13 @@ def save_stream(model: nn.Module, path: str | os.PathLike[str]) -> None:
             "string, a whole number or None."
         )
     tensors = {name: t.cpu().contiguous() for name, t in state.items()}
-    metadata = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "ttnorm": __version__,
-        "config": dataclasses.asdict(stream.config),
-        "ids": ids,
-        "fingerprint": fingerprint(model),
-    }
-    write_atomically(path, tensors, {**metadata, "sha256": checksum(tensors, metadata)})
+    metadata = {"config": dataclasses.asdict(stream.config), "ids": ids}
+    write_stamped(path, STAMP, model, tensors, metadata)
 
 
 def load_stream_(model: M, path: str | os.PathLike[str]) -> M:
     """Have a network remember what `save_stream` wrote; the same network, on any device."""
-    tensors, metadata = read_safetensors(path)
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} holds no streams: ttnorm.save_stream writes those.")
-    check_version(path, metadata, FORMAT_VERSION)
-    check_undamaged(path, tensors, metadata)
+    tensors, metadata = read_stamped(path, STAMP)
     advice = "or begin anew with stream_"
     check_fingerprint(path, metadata["fingerprint"], fingerprint(model), advice)
     stream = Stream(model, StreamConfig(**metadata["config"]))
