@@ -22,6 +22,7 @@ from ttnorm import functional
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
 CPU_SHAPES = ((64, 64, 56, 56), (200, 32, 32, 32))
 CUDA_SHAPES = ((64, 256, 56, 56), (64, 1024, 14, 14), (200, 32, 32, 32))
+CPU_DTYPES = (torch.float32, torch.bfloat16)
 CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # compiling takes long, so it is a peer where it matters most
 COMPILED = {(torch.float32, "contiguous"), (torch.bfloat16, "channels-last")}
@@ -44,14 +45,17 @@ def main() -> None:
         records += _growth(args.rounds)
     else:
         for shape in CPU_SHAPES:
-            for layout in LAYOUTS:
-                records += _on_cpu(shape, layout, args.rounds)
+            for dtype in CPU_DTYPES:
+                for layout in LAYOUTS:
+                    records += _on_cpu(shape, dtype, layout, args.rounds)
     measure.write("layer_cost", args.device, records)
 
 
-def _on_cpu(shape: tuple[int, ...], layout: str, rounds: int) -> list[measure.Record]:
-    case = f"{_name(shape)} float32 {layout}"
-    x = torch.randn(shape).contiguous(memory_format=LAYOUTS[layout])
+def _on_cpu(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: str, rounds: int
+) -> list[measure.Record]:
+    case = f"{_name(shape)} {str(dtype).removeprefix('torch.')} {layout}"
+    x = torch.randn(shape, dtype=dtype).contiguous(memory_format=LAYOUTS[layout])
     grad = torch.randn_like(x)
     layers = _layers(x)
     records = []
