@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from ttnorm import cli
+from ttnorm.bench import runs
 from ttnorm.bench.records import read_records
 
 USER_CODE = """
@@ -93,6 +94,35 @@ def test_a_second_call_adds_nothing_and_sequential_is_the_same(ttnorm, corrupted
     ttnorm(EVALUATE.replace("r.jsonl", "s.jsonl") + " --sequential")
     grouped, sequential = (read_records([tmp_path / f"{name}.jsonl"]) for name in "rs")
     assert [r["wrong"] for r in grouped] == [r["wrong"] for r in sequential]
+
+
+@pytest.mark.parametrize(("images", "at_once"), [(12, 1), (23, 1), (24, 2)])
+def test_domains_are_read_as_many_at_a_time_as_there_is_room_for(
+    ttnorm, corrupted, tmp_path, monkeypatch, images, at_once
+):
+    """And scored as if all were there; where one follows on another, all of them are."""
+    line = EVALUATE + " --norm ttn-stream --alpha a.safetensors"
+    ttnorm("post-train mine:network cifar a.safetensors --epochs 0 --device cpu")
+    ttnorm(f"{line} --scenario single")
+    monkeypatch.setattr(runs, "BYTES_AT_ONCE", images * 3 * 32 * 32)
+    read, plain = [], runs.StoredDomains.read
+
+    def noted(self, domains):
+        read.append(list(domains))
+        return plain(self, domains)
+
+    monkeypatch.setattr(runs.StoredDomains, "read", noted)
+    ttnorm(line.replace("r.jsonl", "s.jsonl") + " --scenario single --scenario mixed")
+    both = ["fog", "contrast"]
+    assert read == ([both] if at_once == 2 else [["fog"], ["contrast"]]) + [both]
+    every, parts = (read_records([tmp_path / f"{name}.jsonl"]) for name in "rs")
+    key = ("domain", "norm", "batch_size", "data", "wrong")
+    every, parts = (
+        sorted(tuple(r[k] for k in key) for r in found if r["scenario"] == "single")
+        for found in (every, parts)
+    )
+    assert every == parts
+    assert len(every) == 2 * 2 * 3
 
 
 def test_records_say_that_evaluate_wrote_them_and_older_ones_still_count(

@@ -5,9 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from small_network import domains, tested
 
 import ttnorm
 from ttnorm import capture, functional, kernels
+from ttnorm.bench.evaluate import evaluate
+from ttnorm.bench.job import Job
+from ttnorm.bench.records import RecordFile, read_records
 from ttnorm.classes import classes_of
 from ttnorm.data.loader import DeviceLoader
 from ttnorm.methods.swr import swr
@@ -339,3 +343,17 @@ def test_a_stream_goes_on_where_its_network_goes(memory, tmp_path):
         for batch in x[15:]:
             assert torch.allclose(model(batch), stayed(batch), atol=1e-4)
     assert ttnorm.health(model)[None].frames == 80
+
+
+@pytest.mark.parametrize("norm", ["tbn", "ttn-stream"])
+def test_images_may_stay_where_they_are_and_go_to_the_gpu_batch_by_batch(norm, tmp_path):
+    network = tested(tmp_path)
+    network.model.cuda()
+    data, found = domains(50), {}
+    for name, on in {"here": data, "there": data.to("cuda")}.items():
+        records = RecordFile(tmp_path / f"{name}.jsonl")
+        jobs = [Job(norm=norm, batch_size=8, scenario=s) for s in ("single", "mixed")]
+        evaluate(network, on, jobs, records)
+        found[name] = read_records([records.path])
+    assert len(found["here"]) == 4
+    assert [r["wrong"] for r in found["here"]] == [r["wrong"] for r in found["there"]]

@@ -232,6 +232,13 @@ def test_large_images_run_in_smaller_parts(network, monkeypatch):
     assert run.samples == 8
 
 
+def test_images_that_would_fill_a_gpu_stay_where_they_are(monkeypatch):
+    data = small_network.domains(50)
+    size = 3 * 50 * 3 * 32 * 32
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * size - 2, 10 * size))
+    assert data.to("cuda") is data
+
+
 class TestErrors:
     def test_an_alpha_file_of_another_network_before_anything_runs(self, run, network, tmp_path):
         network.model[1].running_mean.add_(1)

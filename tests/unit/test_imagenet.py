@@ -8,9 +8,16 @@ import torch
 from PIL import Image
 from torch import nn
 
+from ttnorm.data import images
 from ttnorm.data.corrupted import load_corrupted, make_corrupted
 from ttnorm.data.corruptions import corrupt
-from ttnorm.data.imagenet import Preprocessing, load_imagenet, load_imagenet_c, split_folder
+from ttnorm.data.imagenet import (
+    Preprocessing,
+    load_imagenet,
+    load_imagenet_c,
+    split_folder,
+    usable_files,
+)
 from ttnorm.data.imagenet import _prepared as prepared
 from ttnorm.data.images import UnusableFile
 from ttnorm.models import imagenet
@@ -115,33 +122,44 @@ def test_what_one_corruption_lacks_is_left_out_of_all(tmp_path, caplog):
     assert loaded["snow"].labels.tolist() == [1, 4]
 
 
-class TestWhereOthersLoadTheOtherCorruptions:
-    """As processes under torchrun do: together they have the images that one would have."""
+def test_corruptions_can_be_loaded_one_by_one(tmp_path):
+    folder, both = imagenet_c(tmp_path), ["fog", "snow"]
+    (folder / "fog/5/0001/a.JPEG").write_bytes(b"no picture")
+    (folder / "snow/5/0004/c.JPEG").unlink()
+    files = usable_files(folder, both, 5, skip_bad=True)
+    assert files == {"0001/b.JPEG": 1}
+    at_once = load_imagenet_c(folder, both, 5, SMALL, skip_bad=True)
+    for corruption in both:
+        alone = load_imagenet_c(folder, [corruption], 5, SMALL, files=files)
+        assert alone.keys() == {corruption}
+        for ours, theirs in zip(alone[corruption], at_once[corruption], strict=True):
+            assert torch.equal(ours, theirs)
 
-    def test_a_file_that_one_of_them_lacks_is_noticed_and_left_out_here_too(self, tmp_path):
-        folder = imagenet_c(tmp_path)
-        (folder / "fog/5/0001/b.JPEG").unlink()
-        asked = ["fog", "snow"]
-        for corruption in asked:
-            with pytest.raises(ValueError, match=r"b\.JPEG is not there under every corruption"):
-                load_imagenet_c(folder, [corruption], 5, SMALL, asked=asked)
-            loaded = load_imagenet_c(folder, [corruption], 5, SMALL, asked=asked, skip_bad=True)
-            assert loaded.keys() == {corruption}
-            assert loaded[corruption].labels.tolist() == [1, 4]
 
-    def test_what_cannot_be_read_there_is_left_out_here(self, tmp_path):
-        folder = imagenet_c(tmp_path)
-        (folder / "snow/5/0001/a.JPEG").write_bytes(b"no picture")
-        told = []
+def test_what_other_processes_cannot_read_is_left_out_here(tmp_path):
+    """As under torchrun: together they have the images that one would have."""
+    folder = imagenet_c(tmp_path)
+    (folder / "snow/5/0001/a.JPEG").write_bytes(b"no picture")
+    (folder / "fog/5/0001/b.JPEG").write_bytes(b"no picture")
+    told = []
 
-        def exchange(bad):
-            told.extend(bad)
-            return [*bad, "0004/c.JPEG"]
+    def exchange(bad):
+        told.extend(bad)
+        return [*bad, "0004/c.JPEG"]
 
-        options = {"asked": ["fog", "snow"], "skip_bad": True, "exchange": exchange}
-        loaded = load_imagenet_c(folder, ["snow"], 5, SMALL, **options)
-        assert told == ["0001/a.JPEG"]
-        assert loaded["snow"].labels.tolist() == [1]
+    options = {"skip_bad": True, "ours": ["snow"], "exchange": exchange}
+    assert usable_files(folder, ["fog", "snow"], 5, **options) == {"0001/b.JPEG": 1}
+    assert told == ["0001/a.JPEG"]
+
+
+def test_few_pictures_are_held_that_nobody_has_asked_for_yet(monkeypatch):
+    monkeypatch.setattr(images, "READ_AHEAD", 3)
+    begun = []
+    each = images.read_each(range(20), begun.append, skip_bad=False, title="")
+    for asked_for in range(20):
+        assert next(each)[0] == asked_for
+        assert len(begun) <= asked_for + 1 + 3
+    assert sorted(begun) == list(range(20))
 
 
 class TestErrors:

@@ -45,7 +45,7 @@ def evaluate(
 
     Args:
         network: what is tested, on the device to test on.
-        data: on what, on the same device.
+        data: on what; see `Domains.to`.
         jobs: see `Job`.
         records: where cells go, and what has been done already.
         grouped: False runs batches one after another.
@@ -186,7 +186,7 @@ def _outcome(
 ) -> Record:
     undone = run.method.report()
     return {
-        **score(predicted, data.labels[segment.images.to(run.device)], run.classes),
+        **score(predicted, data.labels.to(run.device)[segment.images.to(run.device)], run.classes),
         **({"undone": undone} if undone else {}),
         "seconds": round(seconds, 4),
         "versions": {

@@ -97,6 +97,14 @@ class Domains:
         return dataclasses.replace(self, images=images, labels=self.labels[:count])
 
     def to(self, device: str) -> Domains:
+        """On the device; or where they are, if they took more than half of what a GPU has free.
+
+        Batches are moved there one by one then.
+        """
+        if torch.device(device).type == "cuda":
+            size = sum(x.numel() for x in self.images.values() if not x.is_cuda)
+            if size > torch.cuda.mem_get_info(device)[0] // 2:
+                return self
         images = {domain: x.to(device) for domain, x in self.images.items()}
         return dataclasses.replace(self, images=images, labels=self.labels.to(device))
 

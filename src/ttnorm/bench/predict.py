@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..methods import method_named
 from ..norms import apply_norm_, norm_named
+from ..tree import device_of
 from .alongside import alongside
 from .job import Domains, Job, Network, method_options
 from .scenarios import Segment, apart
@@ -68,7 +69,7 @@ class Run:
         self.model, self.batch_size = model, job.batch_size
         self.classes = network.classes(data.image_size)
         self.pictures = list(data.images.values())
-        self.device = self.pictures[0].device
+        self.device = device_of(model)
         height, width = data.image_size
         kind = self.device.type if self.device.type in SAMPLES_AT_ONCE else "cpu"
         whole = min(SAMPLES_AT_ONCE[kind], PIXELS_AT_ONCE[kind] // (height * width))
@@ -123,9 +124,9 @@ class Run:
     def _images(self, domains: Tensor, images: Tensor) -> Tensor:
         order = domains.argsort(stable=True)
         there, counts = domains[order].unique_consecutive(return_counts=True)
-        parts = images[order].to(self.device).split(counts.tolist())
+        parts = images[order].to(self.pictures[0].device).split(counts.tolist())
         pairs = zip(there.tolist(), parts, strict=True)
-        x = torch.cat([self.pictures[domain][part] for domain, part in pairs])
+        x = torch.cat([self.pictures[domain][part] for domain, part in pairs]).to(self.device)
         if not bool((order[1:] > order[:-1]).all()):
             x = x[order.argsort().to(self.device)]
         return x.float() / 255

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..data.cifar import load_cifar
-from ..data.corrupted import load_corrupted
+from ..data.corrupted import load_labels, open_corrupted
 from ..data.corruptions import CORRUPTIONS
-from ..data.imagenet import CLASSES, Preprocessing, load_imagenet, load_imagenet_c
-from ..data.images import Images
+from ..data.imagenet import CLASSES, Preprocessing, load_imagenet, load_imagenet_c, usable_files
+from ..data.images import as_tensor
 from ..models import zoo
-from ..progress import Progress
 from .job import Domains, Network, check_labels
+
+BYTES_AT_ONCE = 8 * 2**30  # of images; a corruption of ImageNet-C has 7.5 GB of them
 
 
 def network_under_test(
@@ -35,7 +40,41 @@ def network_under_test(
     return Network(Path(name).name, model.eval(), files, agreement)
 
 
-def load_domains(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredDomains:
+    """A test set on disk, whose domains are read when their turn comes.
+
+    Args:
+        dataset, severity, labels: see `Domains`.
+        size: of its images, height and width.
+        readers: from a domain to what reads its images.
+    """
+
+    dataset: str
+    severity: int
+    labels: Tensor
+    size: tuple[int, int]
+    readers: Mapping[str, Callable[[], Tensor]]
+
+    def read(self, domains: Sequence[str]) -> Domains:
+        """Some of the domains."""
+        images = {domain: self.readers[domain]() for domain in domains}
+        return Domains(self.dataset, self.severity, images, self.labels)
+
+    def outline(self, domains: Sequence[str]) -> Domains:
+        """What `read` gives, but for the values of pixels: enough to check what is asked of it."""
+        pixel = torch.zeros((), dtype=torch.uint8)
+        images = pixel.expand(len(self.labels), 3, *self.size)  # which takes no memory
+        return Domains(self.dataset, self.severity, dict.fromkeys(domains, images), self.labels)
+
+    def parts(self, domains: Sequence[str]) -> list[Sequence[str]]:
+        """The domains, as many at a time as fit into BYTES_AT_ONCE, or one by one."""
+        each = len(self.labels) * 3 * math.prod(self.size)
+        count = max(1, BYTES_AT_ONCE // each)
+        return [domains[first : first + count] for first in range(0, len(domains), count)]
+
+
+def stored_domains(
     network: Network,
     dataset: str,
     folder: Path | None,
@@ -45,9 +84,9 @@ def load_domains(
     *,
     preprocessing: Preprocessing | None = None,
     skip_bad: bool = False,
-    asked: Sequence[str] | None = None,
+    ours: Sequence[str] | None = None,
     exchange: Callable[[list[str]], list[str]] = list,
-) -> Domains:
+) -> StoredDomains:
     """The test set that a network is scored on.
 
     Args:
@@ -56,7 +95,7 @@ def load_domains(
         corruptions, severity: which of them.
         preprocessing: what ImageNet's networks want.
         skip_bad: leave out files that cannot be used.
-        asked, exchange: where other processes load other corruptions: see `load_imagenet_c`.
+        ours, exchange: where there are other processes: see `usable_files`.
     """
     if folder is None:
         raise ValueError(
@@ -65,50 +104,55 @@ def load_domains(
             else "Scoring under corruptions needs --data, a folder with npy files, the official "
             "ones or what ttnorm corrupt wrote, or with ImageNet-C."
         )
-    for corruption in asked or corruptions:
+    for corruption in corruptions:
         if corruption not in CORRUPTIONS:
             raise ValueError(
                 f"There is no corruption {corruption!r}; there are {', '.join(CORRUPTIONS)}."
             )
-    size = (preprocessing or Preprocessing()).crop if dataset == "imagenet" else 32
-    classes = network.classes((size, size))
+    side = (preprocessing or Preprocessing()).crop if dataset == "imagenet" else 32
+    size = (side, side)
+    classes = network.classes(size)
     name = "imagenet" if dataset == "imagenet" else f"cifar{classes}"
+    readers: dict[str, Callable[[], Tensor]]
     if clean:
         if dataset == "imagenet":
             test = load_imagenet(folder, preprocessing, skip_bad=skip_bad)
         else:
             test = load_cifar(folder, "test")
-        return _of(network, classes, Domains(name, 0, {"clean": test.images}, test.labels))
-    if dataset == "imagenet" and not (folder / "labels.npy").is_file():
-        loaded = load_imagenet_c(
-            folder,
-            corruptions,
-            severity,
-            preprocessing,
-            skip_bad=skip_bad,
-            asked=asked,
-            exchange=exchange,
+        labels, readers = test.labels, {"clean": lambda: test.images}
+    elif dataset == "imagenet" and not (folder / "labels.npy").is_file():
+        files = usable_files(
+            folder, corruptions, severity, skip_bad=skip_bad, ours=ours, exchange=exchange
         )
+        labels = torch.tensor(list(files.values()))
+        load = partial(_from_pictures, folder, severity, preprocessing, files)
+        readers = {c: partial(load, c) for c in corruptions}
     else:
-        loaded = _from_arrays(folder, corruptions, severity, size)
-    labels = next(iter(loaded.values())).labels
-    images = {c: x.images for c, x in loaded.items()}
-    return _of(network, classes, Domains(f"{name}-c", severity, images, labels))
+        labels = load_labels(folder, severity, classes=100 if dataset == "cifar" else CLASSES)
+        for corruption in corruptions:  # all of them are looked at before one is scored
+            open_corrupted(folder, corruption, severity, size=size)
+        readers = {c: partial(_from_array, folder, severity, size, c) for c in corruptions}
+    # ImageNet's may be some of the classes, CIFAR's have to be all
+    check_labels("The data set", labels, network.name, classes, every=dataset != "imagenet")
+    return StoredDomains(
+        dataset=name if clean else f"{name}-c",
+        severity=0 if clean else severity,
+        labels=labels,
+        size=size,
+        readers=readers,
+    )
 
 
-def _from_arrays(
-    folder: Path, corruptions: Sequence[str], severity: int, size: int
-) -> dict[str, Images]:
-    progress, most = Progress("read", len(corruptions)), 100 if size == 32 else CLASSES
-    loaded = {
-        c: load_corrupted(folder, c, severity, size=(size, size), classes=most)
-        for c in progress.track(corruptions)
-    }
-    progress.close()
-    return loaded
+def _from_pictures(
+    folder: Path,
+    severity: int,
+    preprocessing: Preprocessing | None,
+    files: Mapping[str, int],
+    corruption: str,
+) -> Tensor:
+    loaded = load_imagenet_c(folder, [corruption], severity, preprocessing, files=files)
+    return loaded[corruption].images
 
 
-def _of(network: Network, classes: int, data: Domains) -> Domains:
-    """The data, if they have as many classes as the network, or ImageNet's are no more."""
-    check_labels("The data set", data.labels, network.name, classes, every=data.task != "imagenet")
-    return data
+def _from_array(folder: Path, severity: int, size: tuple[int, int], corruption: str) -> Tensor:
+    return as_tensor(open_corrupted(folder, corruption, severity, size=size))

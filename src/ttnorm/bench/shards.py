@@ -42,10 +42,13 @@ class Shards:
         Where every domain is met on its own, the domains are divided; where one follows on another,
         and for the clean test set, the jobs.
         """
-        mine = slice(self.rank, None, self.count)
         if scenario in SCENARIOS and SCENARIOS[scenario].apart and scenario != "source":
-            return list(domains[mine]), list(jobs)
-        return list(domains), list(jobs[mine])
+            return self.ours(domains), list(jobs)
+        return list(domains), self.ours(jobs)
+
+    def ours(self, things: Sequence[T]) -> list[T]:
+        """Those of this process, of things that are divided among all."""
+        return list(things[self.rank :: self.count])
 
     def common(self, name: str, make: Callable[[], Any]) -> Any:
         """What the first process makes, for all: another GPU may give other last digits."""
@@ -56,14 +59,11 @@ class Shards:
         self.store.wait([self._key(name)], LONGEST)
         return json.loads(self.store.get(self._key(name)))
 
-    def of_all(self, name: str, shares: int, ours: list[str]) -> list[str]:
-        """What all processes with a share have, for each of them; they are the first ones.
-
-        Every one of them has to ask, or the others wait.
-        """
-        if min(self.count, shares) == 1:
+    def of_all(self, name: str, ours: list[str]) -> list[str]:
+        """What all processes have, for each of them; every one has to ask, or the others wait."""
+        if self.count == 1:
             return ours
-        keys = [self._key(f"{name} {rank}") for rank in range(min(self.count, shares))]
+        keys = [self._key(f"{name} {rank}") for rank in range(self.count)]
         self.store.set(keys[self.rank], json.dumps(ours))
         self.store.wait(keys, LONGEST)
         return [value for key in keys for value in json.loads(self.store.get(key))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -115,12 +117,15 @@ def evaluate(
     import torch
 
     from ..bench.evaluate import evaluate as score
-    from ..bench.job import Job, check
+    from ..bench.job import Domains, Job, check
     from ..bench.records import read_records
-    from ..bench.runs import load_domains, network_under_test
+    from ..bench.runs import StoredDomains, network_under_test, stored_domains
     from ..bench.shards import Shards
     from ..data.corruptions import CORRUPTIONS
     from ..methods.swr import gradient_agreement
+
+    def first_images(tests: Domains) -> Domains:
+        return tests if subset is None else tests.subset(subset)
 
     kind = inputs.dataset_named(dataset)
     # names and sizes before any file: a wrong one is not to be found after minutes of reading
@@ -142,7 +147,21 @@ def evaluate(
     tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
     for path in tested.alpha_files.values():
         _warn_of_normalised_images(path)
-    runs = []
+    stored = functools.cache(
+        lambda is_clean: stored_domains(
+            tested,
+            kind,
+            clean if is_clean else data,
+            is_clean,
+            corruption or CORRUPTIONS,
+            severity,
+            preprocessing=inputs.preprocessing(network),
+            skip_bad=skip_bad,
+            ours=shards.ours(corruption or CORRUPTIONS),
+            exchange=partial(shards.of_all, "bad files"),
+        )
+    )
+    runs: list[tuple[StoredDomains, Sequence[str], list[Job]]] = []
     for chosen in scenario or ["single"]:
         jobs = [
             Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s, streams=streams)
@@ -151,34 +170,19 @@ def evaluate(
             for s in seed or [0]
             for b in batch_size or inputs.BATCH_SIZES[kind]
         ]
-        is_clean, asked = chosen == "source", corruption or CORRUPTIONS
-        domains, jobs = shards.share(chosen, asked, jobs)
+        tests = stored(chosen == "source")
+        domains, jobs = shards.share(chosen, list(tests.readers), jobs)
         if not domains or not jobs:
             continue  # more processes than there is to do
-        # where each has corruptions of its own, a file that is bad for one is so for all
-        divided = len(domains) < len(asked)
-        exchange = partial(shards.of_all, f"bad files, {chosen}", len(asked)) if divided else list
-        tests = load_domains(
-            tested,
-            kind,
-            clean if is_clean else data,
-            is_clean,
-            domains,
-            severity,
-            preprocessing=inputs.preprocessing(network),
-            skip_bad=skip_bad,
-            asked=asked,
-            exchange=exchange,
-        )
-        tests = tests if subset is None else tests.subset(subset)
-        check(tested, tests, jobs)
-        runs.append((tests, jobs))
+        check(tested, first_images(tests.outline(domains)), jobs)
+        parts = tests.parts(domains) if SCENARIOS[chosen].apart else [domains]
+        runs += [(tests, part, jobs) for part in parts]
     with shards.records(records) as file:
         before = len(file)
-        for tests, jobs in runs:
+        for tests, part, jobs in runs:
             score(
                 tested,
-                tests.to(where),
+                first_images(tests.read(part)).to(where),
                 jobs,
                 file,
                 grouped=not sequential,

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .images import Images, as_tensor, read_picture
 
@@ -36,27 +37,30 @@ def load_cifar(folder: str | Path, split: str) -> Images:
     for read in (_official, _npm_sheets, _webp_sheets):
         found = read(folder, split)
         if found is not None:
-            return checked_images(*found, folder)
+            return _checked(*found, folder)
     raise FileNotFoundError(
         f"{folder} holds no CIFAR {split} set: expected cifar-10-batches-py or cifar-100-python, "
         "data_batch_1.png and its siblings, or train_0.webp and its siblings."
     )
 
 
-def checked_images(
-    images: np.ndarray, labels: list[int], folder: Path, *, classes: int = 100
-) -> Images:
+def checked_labels(labels: list[int], folder: Path, classes: int = 100) -> Tensor:
+    """Class numbers as a tensor, or an error with the folder that they are from."""
+    numbers = torch.tensor(labels, dtype=torch.long)
+    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < classes:
+        low, high = int(numbers.min()), int(numbers.max())
+        raise ValueError(f"{folder} has labels from {low} to {high}, expected 0-{classes - 1}.")
+    return numbers
+
+
+def _checked(images: np.ndarray, labels: list[int], folder: Path) -> Images:
     """uint8 images (N, H, W, 3) and class numbers as tensors, or an error with the folder."""
     if images.dtype != np.uint8 or len(images) != len(labels):
         raise ValueError(
             f"{folder} has {len(images)} images of {images.dtype} and {len(labels)} labels; "
             "expected uint8 and as many of both."
         )
-    numbers = torch.tensor(labels, dtype=torch.long)
-    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < classes:
-        low, high = int(numbers.min()), int(numbers.max())
-        raise ValueError(f"{folder} has labels from {low} to {high}, expected 0-{classes - 1}.")
-    return Images(as_tensor(images), numbers)
+    return Images(as_tensor(images), checked_labels(labels, folder))
 
 
 def _official(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:

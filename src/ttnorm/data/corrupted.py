@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
+from torch import Tensor
 
 from ..files import unfinished
 from ..progress import Progress
-from .cifar import checked_images
+from .cifar import checked_labels
 from .corruptions import CORRUPTIONS, Array, check_textures, corrupt
-from .images import Images
+from .images import Images, as_tensor
 
 SEVERITIES = (1, 2, 3, 4, 5)
 PIXELS_AT_ONCE = 250 * 32 * 32  # small enough for a progress bar that moves
@@ -51,23 +52,44 @@ def load_corrupted(
         size: height and width.
         classes: that labels may be of, at most.
     """
+    labels = load_labels(folder, severity, classes=classes)
+    return Images(as_tensor(open_corrupted(folder, corruption, severity, size=size)), labels)
+
+
+def load_labels(folder: str | Path, severity: int, *, classes: int = 100) -> Tensor:
+    """The labels of a severity's images; see `load_corrupted`."""
+    _check_severity(severity)
+    labels = _labels(Path(folder))
+    return checked_labels(labels[_rows(len(labels) // 5, severity)].tolist(), Path(folder), classes)
+
+
+def open_corrupted(
+    folder: str | Path, corruption: str, severity: int, *, size: tuple[int, int] = (32, 32)
+) -> Array:
+    """The images of one corruption at one severity, uint8 (N, H, W, 3), still on disk."""
     folder = Path(folder)
     _check_severity(severity)
+    path, labels = folder / f"{corruption}.npy", _labels(folder)
+    images = _npy(path)
+    expected = (len(labels), *size, 3)
+    if images.shape != expected:
+        raise ValueError(f"{path} has shape {images.shape}, expected {expected}.")
+    if images.dtype != np.uint8:
+        raise ValueError(f"{path} has {images.dtype}, expected uint8.")
+    found = images[_rows(len(labels) // 5, severity)]
+    if not _are_there(found):
+        raise ValueError(f"{path} holds no images of severity {severity}. Run ttnorm corrupt.")
+    return found
+
+
+def _labels(folder: Path) -> Array:
+    """Of all severities."""
     labels = _npy(folder / "labels.npy")
     if labels.ndim != 1 or len(labels) == 0 or len(labels) % 5:
         raise ValueError(f"{folder / 'labels.npy'} has shape {labels.shape}, expected (5 N,).")
     if labels.dtype.kind not in "iu":
         raise ValueError(f"{folder / 'labels.npy'} has {labels.dtype}, expected whole numbers.")
-    path = folder / f"{corruption}.npy"
-    images = _npy(path)
-    expected = (len(labels), *size, 3)
-    if images.shape != expected:
-        raise ValueError(f"{path} has shape {images.shape}, expected {expected}.")
-    rows = _rows(len(labels) // 5, severity)
-    if not _are_there(images[rows]):
-        raise ValueError(f"{path} holds no images of severity {severity}. Run ttnorm corrupt.")
-    here = np.ascontiguousarray(images[rows])
-    return checked_images(here, labels[rows].tolist(), folder, classes=classes)
+    return labels
 
 
 def make_corrupted(

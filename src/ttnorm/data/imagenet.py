@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .corruptions import CORRUPTIONS
-from .images import SKIP_BAD, Array, Images, as_tensor, read_all, read_picture
+from .images import SKIP_BAD, Array, Images, read_each, read_picture
 
 CLASSES = 1000
 MOST = 64_000  # images of a training set, the paper's number for an epoch
@@ -67,7 +67,7 @@ def load_imagenet(
         drawn = np.random.default_rng(seed).choice(len(files), most, replace=False)
         names = list(files)
         files = {names[i]: files[names[i]] for i in sorted(drawn)}
-    return _stack(_read(Path(folder), files, preprocessing, skip_bad), files)
+    return _load(Path(folder), files, preprocessing, skip_bad, f"read {Path(folder).name}")
 
 
 def load_imagenet_c(
@@ -76,9 +76,8 @@ def load_imagenet_c(
     severity: int = 5,
     preprocessing: Preprocessing | None = None,
     *,
+    files: Mapping[str, int] | None = None,
     skip_bad: bool = False,
-    asked: Sequence[str] | None = None,
-    exchange: Callable[[list[str]], list[str]] = list,
 ) -> dict[str, Images]:
     """The same images under every corruption: those that all of them have.
 
@@ -86,18 +85,46 @@ def load_imagenet_c(
         folder: see above.
         corruptions, severity: which.
         preprocessing, skip_bad: see `load_imagenet`.
-        asked: all corruptions, where other processes load the others; images are those of all.
+        files: what `usable_files` found, where corruptions are not loaded all at once.
+    """
+    if files is None:
+        files = usable_files(folder, corruptions, severity, skip_bad=skip_bad)
+    return {
+        c: _load(Path(folder) / c / str(severity), files, preprocessing, False, f"read {c}")
+        for c in corruptions
+    }
+
+
+def usable_files(
+    folder: str | Path,
+    corruptions: Sequence[str] = CORRUPTIONS,
+    severity: int = 5,
+    *,
+    skip_bad: bool = False,
+    ours: Sequence[str] | None = None,
+    exchange: Callable[[list[str]], list[str]] = list,
+) -> dict[str, int]:
+    """The images of ImageNet-C that are there under every corruption: CLASS/NAME, and the class.
+
+    Args:
+        folder: see above.
+        corruptions, severity: which.
+        skip_bad: leave out what one of them lacks, instead of raising; and what cannot be read,
+            which is found by reading everything.
+        ours: the corruptions to read for that, where other processes read the others.
         exchange: from the files that are left out here to those that are by any such process.
     """
-    common = _common(Path(folder), asked or corruptions, severity, skip_bad)
-    folders = {c: Path(folder) / c / str(severity) for c in corruptions}
-    read = {c: _read(where, common, preprocessing, skip_bad) for c, where in folders.items()}
-    bad = [name for name in common if any(name not in pictures for pictures in read.values())]
-    left_out = set(exchange(bad) if skip_bad else bad)
-    kept = [name for name in common if name not in left_out]
+    files = _common(Path(folder), corruptions, severity, skip_bad)
+    if not skip_bad:
+        return files
+    bad = set()
+    for corruption in corruptions if ours is None else ours:
+        bad |= _unreadable(Path(folder) / corruption / str(severity), files)
+    left_out = set(exchange(sorted(bad)))
+    kept = {name: label for name, label in files.items() if name not in left_out}
     if not kept:
         raise ValueError(f"{folder} has no image that can be read under every corruption.")
-    return {c: _stack({n: pictures[n] for n in kept}, common) for c, pictures in read.items()}
+    return kept
 
 
 def _common(
@@ -164,11 +191,30 @@ def _classes(folder: Path) -> dict[str, int]:
     )
 
 
-def _read(
-    folder: Path, files: dict[str, int], preprocessing: Preprocessing | None, skip_bad: bool
-) -> dict[str, Array]:
-    read = partial(_prepared, folder, preprocessing or Preprocessing())
-    return read_all(files, read, skip_bad=skip_bad, title=f"read {folder.name}")
+def _unreadable(folder: Path, files: Iterable[str]) -> set[str]:
+    def check(name: str) -> None:
+        read_picture(folder / name)
+
+    each = read_each(files, check, skip_bad=True, title=f"check {folder.parent.name}")
+    return set(files) - {name for name, _ in each}
+
+
+def _load(
+    folder: Path,
+    files: Mapping[str, int],
+    preprocessing: Preprocessing | None,
+    skip_bad: bool,
+    title: str,
+) -> Images:
+    preprocessing = preprocessing or Preprocessing()
+    # in their place at once: 50,000 images are 7.5 GB, and there is not always room for two copies
+    images = np.empty((len(files), 3, preprocessing.crop, preprocessing.crop), np.uint8)
+    read = partial(_prepared, folder, preprocessing)
+    labels: list[int] = []
+    for name, picture in read_each(files, read, skip_bad=skip_bad, title=title):
+        images[len(labels)] = picture.transpose(2, 0, 1)
+        labels.append(files[name])
+    return Images(torch.from_numpy(images[: len(labels)]), torch.tensor(labels))
 
 
 def _prepared(folder: Path, preprocessing: Preprocessing, name: str) -> Array:
@@ -182,8 +228,3 @@ def _prepared(folder: Path, preprocessing: Preprocessing, name: str) -> Array:
     picture = picture.resize(size, Image.Resampling[preprocessing.interpolation.upper()])
     left, top = (round((side - crop) / 2) for side in picture.size)
     return np.asarray(picture.crop((left, top, left + crop, top + crop)))
-
-
-def _stack(pictures: dict[str, Array], files: dict[str, int]) -> Images:
-    labels = torch.tensor([files[name] for name in pictures])
-    return Images(as_tensor(np.stack(list(pictures.values()))), labels)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ logger = logging.getLogger("ttnorm")
 Array = NDArray[Any]
 T = TypeVar("T")
 SKIP_BAD = "skip_bad=True or --skip-bad"  # in Python, and on the command line
+READ_AHEAD = 256  # pictures
 VOID = 255  # what a mask has where nothing is to be learned or scored
 
 
@@ -53,10 +55,12 @@ def read_picture(path: Path, mode: str = "RGB") -> Any:
         raise UnusableFile(f"{path} is truncated or no picture: {error}") from error
 
 
-def read_all(
+def read_each(
     items: Iterable[T], read: Callable[[T], Any], *, skip_bad: bool, title: str
-) -> dict[T, Any]:
-    """What `read` makes of every item, in their order, on all cores.
+) -> Iterator[tuple[T, Any]]:
+    """Every item with what `read` makes of it, in their order, on all cores.
+
+    A few are read ahead and no more, for all of them may take most of the memory that there is.
 
     Args:
         items: such as paths.
@@ -65,24 +69,38 @@ def read_all(
         title: of the progress line.
     """
     items = list(items)
-    progress, found, bad = Progress(title, len(items)), {}, []
+    progress, bad = Progress(title, len(items)), []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for item, job in [(item, pool.submit(read, item)) for item in items]:
+        for item, job in _submitted(items, read, pool):
             try:
-                found[item] = job.result()
+                found = job.result()
             except (UnusableFile, FileNotFoundError) as error:
                 if not skip_bad:
                     pool.shutdown(cancel_futures=True)
                     message = f"{error} Mend it or take it away, or leave it out with {SKIP_BAD}."
                     raise type(error)(message) from error
                 bad.append(str(error))
+            else:
+                yield item, found
             progress.step()
     progress.close()
     if bad:
         logger.warning("%d of %d left out: %s", len(bad), len(items), " ".join(bad[:3]))
-    if not found:
+    if len(bad) == len(items):
         raise ValueError(f"Of {len(items)} files none can be used. " + " ".join(bad[:1]))
-    return found
+
+
+def _submitted(
+    items: Iterable[T], read: Callable[[T], Any], pool: ThreadPoolExecutor
+) -> Iterator[tuple[T, Future[Any]]]:
+    """Every item with its job, a few of them ahead of the one that is waited for."""
+    waiting: deque[tuple[T, Future[Any]]] = deque()
+    for item in items:
+        waiting.append((item, pool.submit(read, item)))
+        if len(waiting) > READ_AHEAD:
+            yield waiting.popleft()
+    while waiting:
+        yield waiting.popleft()
 
 
 def as_tensor(pictures: Array) -> Tensor:

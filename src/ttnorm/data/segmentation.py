@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from . import label_maps
-from .images import Array, Images, UnusableFile, as_tensor, read_all, read_picture
+from .images import Array, Images, UnusableFile, as_tensor, read_each, read_picture
 
 FRAMES = (".png", ".jpg", ".jpeg", ".webp")
 Pair = tuple[Path, Path]  # a frame and its mask
@@ -74,7 +74,8 @@ def load_scenes(
     if not pairs:
         raise FileNotFoundError(f"{folder} holds no frames of {dataset}, {split}. {_LAYOUTS_NOTE}")
     read = partial(_read, layout, dataset, size or _size(pairs, skip_bad), size is not None)
-    found = read_all(pairs, read, skip_bad=skip_bad, title=f"read {dataset}").values()
+    each = read_each(pairs, read, skip_bad=skip_bad, title=f"read {dataset}")
+    found = [frame_and_mask for _, frame_and_mask in each]
     masks = torch.from_numpy(np.stack([mask for _, mask in found]))
     return Images(as_tensor(np.stack([frame for frame, _ in found])), masks)
 
