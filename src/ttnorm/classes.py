@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batches import Loader, batches, describe
+from .float64 import in_float64
 from .functional import Moments
 from .layers import TTNormBase
 from .pooling import FARTHEST, of_all_uses
@@ -59,7 +60,7 @@ def sum_up(mean: Tensor, var: Tensor, labels: Tensor, number: int) -> Sums:
         labels: its class, (N,).
         number: of classes, K.
     """
-    x = torch.cat((mean, var.clamp_min(SMALLEST).log()), 1).double()
+    x = in_float64(torch.cat((mean, var.clamp_min(SMALLEST).log()), 1))
     member = F.one_hot(labels.long(), number).to(x)
     return Sums(member.sum(0), member.T @ x, x.square().sum(0))
 

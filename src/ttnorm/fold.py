@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph
 
+from .float64 import in_float64
 from .layers import TTNormAct2d, TTNormBase
 from .surgery import eval_mode, refuse_stream
 from .tracing import has_hooks, trace
@@ -127,17 +128,17 @@ def _fold(layer: nn.Module, norm: TTNormBase) -> None:
     """weight and bias of a layer such that it does what it and the norm did."""
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, Tensor)
-    scale = torch.rsqrt(norm.running_var.double() + norm.eps)
+    scale = torch.rsqrt(in_float64(norm.running_var) + norm.eps)
     if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
+        scale = scale * in_float64(norm.weight)
+    shift = -in_float64(norm.running_mean) * scale
     if norm.bias is not None:
-        shift = shift + norm.bias.double()
+        shift = shift + in_float64(norm.bias)
     if bias is not None:
         assert isinstance(bias, Tensor)
-        shift = shift + bias.double() * scale
+        shift = shift + in_float64(bias) * scale
     per_output = scale.view(-1, *[1] * (weight.dim() - 1))
-    layer.weight = nn.Parameter((weight.double() * per_output).to(weight), weight.requires_grad)
+    layer.weight = nn.Parameter((in_float64(weight) * per_output).to(weight), weight.requires_grad)
     layer.bias = nn.Parameter(shift.to(weight), weight.requires_grad)
 
 

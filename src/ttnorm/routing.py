@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from .float64 import in_float64
+
 APART = 3.5  # standard deviations between two groups, along the line through their middles
 ROUNDS = 10  # of k-means
 FEWEST = 6  # frames by which a group is told from another
 UNSURE = 4.0  # deviations beyond the mean distance from its group: a frame that far is of none
-STEADY = (
-    0.01  # of the source's deviations: what varies less, as where nothing fires, is not blown up
-)
+STEADY = 0.01  # of the source's deviations: what varies less, where nothing fires, stays small
 MANY = 25  # frames or middles: where torch.cdist begins to multiply
 RIDGE = 0.1  # of the identity in the content's correlations, which a few thousand images measure
 
@@ -55,7 +55,7 @@ def measure_content(descriptions: Tensor) -> Content:
         >>> [round(scale) for scale in (1 / content.whitening.diagonal()).tolist()]
         [1, 5, 0]
     """
-    x = descriptions.double()
+    x = in_float64(descriptions)
     mean, spread = x.mean(0), x.std(0).clamp_min(STEADY)
     correlation = torch.cov(((x - mean) / spread).T)
     correlation = (1 - RIDGE) * correlation + RIDGE * torch.eye(len(mean)).to(correlation)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .files import Stamp, check_fingerprint, fingerprint, read_stamped, write_stamped
+from .float64 import in_float64
 from .memory import Stream
 from .pooling import average
 from .stream_config import StreamConfig
@@ -190,7 +191,7 @@ def health(model: nn.Module) -> dict[Id, Health]:
     share = used / used.sum(1, keepdim=True).clamp_min(1)
     count = (in_slots["count"].sum(2) * (used > 0)).sum(1)
     columns = ((shift * share).sum(1), count, state["seen"], state["rejected"], (used > 0).sum(1))
-    table = torch.stack([column.double() for column in columns], 1).tolist()
+    table = torch.stack([in_float64(column) for column in columns], 1).tolist()
     return {
         one: Health(*table[row][:2], *map(int, table[row][2:]))
         for one, row in stream.rows.items()

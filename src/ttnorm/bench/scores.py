@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..data.images import VOID
+from ..float64 import in_float64
 
 
 def score(predicted: Tensor, labels: Tensor, classes: int) -> dict[str, Any]:
@@ -41,10 +42,10 @@ def class_overlap(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
     """
     from torchmetrics.functional.classification import multiclass_confusion_matrix
 
-    table = torch.zeros(classes, classes, dtype=torch.float64, device=labels.device)
+    table = in_float64(torch.zeros(classes, classes, device=labels.device))
     for mine, theirs in zip(predicted.split(16), labels.split(16), strict=True):
         table += multiclass_confusion_matrix(
             mine.long(), theirs.long(), classes, ignore_index=VOID, validate_args=False
-        )
+        ).to(table)
     both = table.diagonal()
     return both / (table.sum(0) + table.sum(1) - both)
