@@ -61,6 +61,8 @@ def _alpha_shift(record: Record) -> Cells:
     row, sizes = record["value"], record["group_sizes"]
     row += f", {record['strength']:g} times as wide" if record["strength"] != 1 else ""
     row += f", λ = {record['lambda_']:g}" if record["lambda_"] != 1 else ""
+    row += ", a stronger shift for the prior" if record.get("prior") else ""
+    row += f", a rate of {record['lr']:g}" if not sizes and record["lr"] != 4e-3 else ""
     row += f", {record['epochs']} epochs" if record["network"] == "deeplab-camvid" else ""
     row += f", one alpha a {record['granularity']} at a rate of {record['lr']:g}" if sizes else ""
     row += f", in groups of {sizes[0]} to {sizes[-1]}" if sizes else ""

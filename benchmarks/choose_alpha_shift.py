@@ -41,6 +41,7 @@ from ttnorm.data.loader import DeviceLoader
 PARTS_OF = {"imagenet": DOMAIN_PARTS, "camvid": PARTS}
 SHORT: dict[str, Any] = {"epochs": 10}
 LAYER: dict[str, Any] = {"granularity": "layer", "lr": 1e-2, "group_sizes": (1, 2, 4, 16, 64)}
+STRONG = {"strength": 2.0, "invert": 0.5}  # the variant prior-strong
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "imagenet": (
         LAYER,
@@ -63,6 +64,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
         SHORT | {"strength": 2.0, "shift": "both"},
         SHORT | {"strength": 3.0, "shift": "both"},
         SHORT | {"strength": 2.0, "lambda_": 0.1},
+        SHORT | {"strength": 2.0, "lr": 1e-3},
+        SHORT | {"strength": 2.0, "lr": 1.6e-2},
+        SHORT | {"strength": 2.0, "prior": STRONG},
         {"strength": 2.0},
         {"strength": 3.0},
     ),
@@ -75,6 +79,7 @@ DEFAULTS: dict[str, Any] = {
     "group_sizes": None,
     "source_count": 0.0,
     "strength": 1.0,
+    "prior": {},
 }
 SHIFT_OF = {"imagenet": "both", "camvid": "domain shift"}
 CONSTANTS = {"imagenet": (0.0, 0.1, 0.2), "camvid": (0.0, 0.1, 0.2, 0.5, 1.0)}  # for comparison
@@ -94,7 +99,8 @@ def main() -> None:
     unshifted = images.float() / 255
     domains = {"clean": unshifted} | for_validation(unshifted)
     classes = count_classes(model, (images.shape[-2], images.shape[-1]))
-    found = partial(_wrong, labels=labels, classes=classes, data=args.data)
+    sizes = (args.batch_size,) if args.batch_size else BATCH_SIZES[args.data]
+    found = partial(_wrong, labels=labels, classes=classes, sizes=sizes, at_once=AT_ONCE[args.data])
     records = []
 
     def keep(value: str, **options: Any) -> None:
@@ -124,8 +130,15 @@ def main() -> None:
         shift, strength = options.pop("shift", SHIFT_OF[args.data]), options.pop("strength")
         parts = PARTS_OF[args.data] + (PRIOR_PARTS[1:] if shift == "both" else ())
         augment = partial(ttnorm.domain_shift, parts=parts, strength=strength)
-        ttnorm.post_train_(model, loader, ttnorm.PostTrainConfig(**options), augment=augment)
-        keep(shift, strength=strength, **options)
+        prior = options.pop("prior")
+        ttnorm.post_train_(
+            model,
+            loader,
+            ttnorm.PostTrainConfig(**options, amp=args.amp),
+            augment=augment,
+            prior_augment=partial(ttnorm.prior_shift, **prior),
+        )
+        keep(shift, strength=strength, **options, prior=prior)
     measure.keep(f"alpha_shift.{bench.subject.name}", records)
 
 
@@ -135,6 +148,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--network", required=True, help="NAME=FILE, or a checkpoint for camvid")
     parser.add_argument("--images", type=int, help="of the source; all of them if not given")
+    parser.add_argument("--batch-size", type=int, help="to score at; all if not given")
+    parser.add_argument("--amp", choices=("bfloat16",), help="to fit in")
     parser.add_argument("--work", type=Path, default=Path("work"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     return parser
@@ -160,13 +175,19 @@ def _two_parts(
 
 @torch.no_grad()
 def _wrong(
-    model: nn.Module, images: Tensor, *, labels: Tensor, classes: int, data: str
+    model: nn.Module,
+    images: Tensor,
+    *,
+    labels: Tensor,
+    classes: int,
+    sizes: tuple[int, ...],
+    at_once: int,
 ) -> dict[int, float]:
     """Percent wrong at every batch size."""
     errors = {}
-    for size in BATCH_SIZES[data]:
+    for size in sizes:
         with ttnorm.isolated(model, size):
-            found = torch.cat([model(x).argmax(1) for x in images.split(AT_ONCE[data])])
+            found = torch.cat([model(x).argmax(1) for x in images.split(at_once)])
         result = score(found, labels, classes)
         right = result["miou"] if "miou" in result else 1 - result["wrong"] / len(labels)
         errors[size] = 100 * (1 - right)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -56,6 +57,19 @@ def test_a_trained_network_finds_the_ground(trained):
     with torch.no_grad():
         predicted = trained(data.images.float() / 255).argmax(1)
     assert class_overlap(predicted, data.labels, 3)[:2].min() > 0.7
+
+
+@pytest.mark.parametrize(("amp", "dtype"), [(None, torch.float32), (True, torch.bfloat16)])
+def test_training_is_in_bfloat16_where_that_is_asked_for(amp, dtype):
+    model, seen = DeepLabV3Plus("mobilenet_v2", classes=3), set()
+    first = next(m for m in model.modules() if isinstance(m, torch.nn.Conv2d))
+    first.register_forward_hook(lambda module, x, y: seen.add(y.dtype))
+    (row,) = train_segmentation(
+        model, scenes(), SegmentationConfig(epochs=1, batch_size=4, amp=amp)
+    )
+    assert math.isfinite(row["loss"])
+    assert seen == {dtype}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_a_checkpoint_is_the_network(trained, tmp_path):

@@ -54,6 +54,10 @@ def train_segmentation(
     epochs: Annotated[int, typer.Option(help="Passes over the frames.")] = 80,
     batch_size: Annotated[int, typer.Option(help="Frames a step.")] = 8,
     lr: Annotated[float, typer.Option(help="Step size of AdamW.")] = 5e-4,
+    amp: Annotated[
+        bool | None,
+        typer.Option(help="Compute in bfloat16; by default on a GPU. Some CPUs gain by it, too."),
+    ] = None,
     seed: Seed = 0,
     skip_bad: SkipBad = False,
     device: Device = None,
@@ -64,7 +68,9 @@ def train_segmentation(
     from ..models import segmentation
     from ..models import train_segmentation as training
 
-    config = training.SegmentationConfig(epochs=epochs, batch_size=batch_size, lr=lr, seed=seed)
+    config = training.SegmentationConfig(
+        epochs=epochs, batch_size=batch_size, lr=lr, amp=amp, seed=seed
+    )
     device = inputs.device(device)
     inputs.check_writable(output)
     frames = source_frames(data, skip_bad=skip_bad)

@@ -27,6 +27,7 @@ class SegmentationConfig:
     Args:
         epochs, batch_size: passes over the frames, and frames a step.
         lr, weight_decay: of AdamW; the rate falls as a cosine.
+        amp: compute in bfloat16 where precision allows it; by default on a GPU.
         scale: frames are enlarged or reduced by a factor in this range, one for every batch.
         seed: fixes initialisation, order and augmentation (on one kind of device).
     """
@@ -35,6 +36,7 @@ class SegmentationConfig:
     batch_size: int = 8
     lr: float = 5e-4
     weight_decay: float = 1e-2
+    amp: bool | None = None
     scale: tuple[float, float] = (0.75, 1.5)
     seed: int = 0
 
@@ -90,7 +92,8 @@ def _step(
     generator: Generator,
 ) -> Tensor:
     x, y = scale_crop_and_flip(frames, masks, config.scale, generator)
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+    amp = x.is_cuda if config.amp is None else config.amp
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
         output = model(x)
     loss = F.cross_entropy(output.float(), y)
     optimiser.zero_grad()
