@@ -136,6 +136,12 @@ class TestErrors:
             make(clean, tmp_path / "out", **options)
         assert not (tmp_path / "out").exists()
 
+    def test_images_that_are_no_bytes(self, tmp_path):
+        np.save(tmp_path / "labels.npy", np.zeros(10, int))
+        np.save(tmp_path / "fog.npy", np.ones((10, 32, 32, 3), np.float32))
+        with pytest.raises(ValueError, match=r"fog.npy has float32, expected uint8"):
+            load_corrupted(tmp_path, "fog", 5)
+
     def test_labels_of_another_length(self, tmp_path):
         np.save(tmp_path / "labels.npy", np.zeros(13, int))
         with pytest.raises(ValueError, match=r"labels.npy has shape \(13,\), expected \(5 N,\)"):
