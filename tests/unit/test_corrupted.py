@@ -1,5 +1,7 @@
 """CIFAR-C files: the layout, the same bytes from any number of processes, and going on."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +137,21 @@ class TestErrors:
         with pytest.raises(ValueError, match=message):
             make(clean, tmp_path / "out", **options)
         assert not (tmp_path / "out").exists()
+
+    def test_a_script_that_its_own_workers_would_run(self, tmp_path):
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import torch\n"
+            "from ttnorm.data.corrupted import make_corrupted\n"
+            "from ttnorm.data.images import Images\n"
+            "clean = Images(torch.ones(2, 3, 32, 32, dtype=torch.uint8), torch.zeros(2).long())\n"
+            "make_corrupted(clean, 'out', corruptions=['brightness'], workers=1)\n"
+        )
+        ran = subprocess.run(
+            [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert ran.returncode != 0
+        assert 'call it under if __name__ == "__main__":' in ran.stderr
 
     def test_images_that_are_no_bytes(self, tmp_path):
         np.save(tmp_path / "labels.npy", np.zeros(10, int))

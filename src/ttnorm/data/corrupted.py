@@ -115,6 +115,7 @@ def make_corrupted(
         textures: the folder of the frost pictures.
         workers: processes; as many as cores by default.
     """
+    _refuse_to_be_imported()
     for severity in severities:
         _check_severity(severity)
     for corruption in corruptions:
@@ -179,6 +180,15 @@ def _make(
 def _at_once(images: Array) -> int:
     """How many images a process is given at a time."""
     return max(LEAST_AT_ONCE, PIXELS_AT_ONCE // (images.shape[1] * images.shape[2]))
+
+
+def _refuse_to_be_imported() -> None:
+    """Raise in a worker that runs its parent's script: it would wait for the parent's lock."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as Python itself asks
+        raise RuntimeError(
+            "make_corrupted starts processes that import this script: call it under "
+            'if __name__ == "__main__":'
+        )
 
 
 def _start_worker() -> None:
