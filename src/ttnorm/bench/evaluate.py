@@ -185,8 +185,9 @@ def _outcome(
     run: Run, data: Domains, segment: Segment, predicted: Tensor, seconds: float
 ) -> Record:
     undone = run.method.report()
+    labels = data.labels[segment.images.to(data.labels.device)].to(run.device)
     return {
-        **score(predicted, data.labels.to(run.device)[segment.images.to(run.device)], run.classes),
+        **score(predicted, labels, run.classes),
         **({"undone": undone} if undone else {}),
         "seconds": round(seconds, 4),
         "versions": {

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data.cifar import load_cifar
-from ..data.corrupted import load_labels, open_corrupted
+from ..data.corrupted import load_corrupted, load_labels, open_corrupted
 from ..data.corruptions import CORRUPTIONS
 from ..data.imagenet import CLASSES, Preprocessing, load_imagenet, load_imagenet_c, usable_files
-from ..data.images import as_tensor
+from ..data.images import Images
 from ..models import zoo
 from .job import Domains, Network, check_labels
 
@@ -47,18 +47,18 @@ class StoredDomains:
     Args:
         dataset, severity, labels: see `Domains`.
         size: of its images, height and width.
-        readers: from a domain to what reads its images.
+        readers: from a domain to what reads it.
     """
 
     dataset: str
     severity: int
     labels: Tensor
     size: tuple[int, int]
-    readers: Mapping[str, Callable[[], Tensor]]
+    readers: Mapping[str, Callable[[], Images]]
 
     def read(self, domains: Sequence[str]) -> Domains:
         """Some of the domains."""
-        images = {domain: self.readers[domain]() for domain in domains}
+        images = {domain: self.readers[domain]().images for domain in domains}
         return Domains(self.dataset, self.severity, images, self.labels)
 
     def outline(self, domains: Sequence[str]) -> Domains:
@@ -113,13 +113,13 @@ def stored_domains(
     size = (side, side)
     classes = network.classes(size)
     name = "imagenet" if dataset == "imagenet" else f"cifar{classes}"
-    readers: dict[str, Callable[[], Tensor]]
+    readers: dict[str, Callable[[], Images]]
     if clean:
         if dataset == "imagenet":
             test = load_imagenet(folder, preprocessing, skip_bad=skip_bad)
         else:
             test = load_cifar(folder, "test")
-        labels, readers = test.labels, {"clean": lambda: test.images}
+        labels, readers = test.labels, {"clean": lambda: test}
     elif dataset == "imagenet" and not (folder / "labels.npy").is_file():
         files = usable_files(
             folder, corruptions, severity, skip_bad=skip_bad, ours=ours, exchange=exchange
@@ -128,10 +128,12 @@ def stored_domains(
         load = partial(_from_pictures, folder, severity, preprocessing, files)
         readers = {c: partial(load, c) for c in corruptions}
     else:
-        labels = load_labels(folder, severity, classes=100 if dataset == "cifar" else CLASSES)
+        most = 100 if dataset == "cifar" else CLASSES
+        labels = load_labels(folder, severity, classes=most)
         for corruption in corruptions:  # all of them are looked at before one is scored
             open_corrupted(folder, corruption, severity, size=size)
-        readers = {c: partial(_from_array, folder, severity, size, c) for c in corruptions}
+        load = partial(load_corrupted, folder, severity=severity, size=size, classes=most)
+        readers = {c: partial(load, c) for c in corruptions}
     # ImageNet's may be some of the classes, CIFAR's have to be all
     check_labels("The data set", labels, network.name, classes, every=dataset != "imagenet")
     return StoredDomains(
@@ -149,10 +151,5 @@ def _from_pictures(
     preprocessing: Preprocessing | None,
     files: Mapping[str, int],
     corruption: str,
-) -> Tensor:
-    loaded = load_imagenet_c(folder, [corruption], severity, preprocessing, files=files)
-    return loaded[corruption].images
-
-
-def _from_array(folder: Path, severity: int, size: tuple[int, int], corruption: str) -> Tensor:
-    return as_tensor(open_corrupted(folder, corruption, severity, size=size))
+) -> Images:
+    return load_imagenet_c(folder, [corruption], severity, preprocessing, files=files)[corruption]
