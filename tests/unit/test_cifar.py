@@ -160,6 +160,22 @@ class TestErrors:
         with pytest.raises(ValueError, match="12 images of uint8 and 2 labels"):
             load_cifar(tmp_path, "test")
 
+    @pytest.mark.parametrize("labels", [{"coarse": [1]}, [1], {"fine": ["cat"]}, {"fine": 3}])
+    def test_labels_of_another_kind(self, tmp_path, labels):
+        Image.new("RGB", (32, 32)).save(tmp_path / "test_0.webp")
+        (tmp_path / "test_labels.json").write_text(json.dumps(labels))
+        with pytest.raises(ValueError, match=r"test_labels\.json holds no list of class numbers"):
+            load_cifar(tmp_path, "test")
+
+    def test_sheets_of_no_image_or_of_others(self, tmp_path):
+        (tmp_path / "test_labels.json").write_text('{"fine": []}')
+        Image.new("RGB", (32, 32)).save(tmp_path / "test_0.webp")
+        with pytest.raises(ValueError, match="0 labels; expected uint8, and as many of both, one"):
+            load_cifar(tmp_path, "test")
+        Image.new("RGB", (32, 40)).save(tmp_path / "test_0.webp")
+        with pytest.raises(ValueError, match=r"test_0\.webp has shape \(40, 32, 3\), expected mul"):
+            load_cifar(tmp_path, "test")
+
     def test_labels_out_of_range(self, tmp_path, data):
         write_npm(tmp_path, data)
         (tmp_path / "test_lables.json").write_text(json.dumps([0] * 11 + [100]))

@@ -125,6 +125,34 @@ def test_domains_are_read_as_many_at_a_time_as_there_is_room_for(
     assert len(every) == 2 * 2 * 3
 
 
+@pytest.mark.parametrize("scenario", ["single", "source"])
+def test_of_a_subset_no_other_image_is_kept(ttnorm, corrupted, tmp_path, monkeypatch, scenario):
+    read, plain = [], runs.StoredDomains.read
+
+    def noted(self, domains):
+        read.append(plain(self, domains))
+        return read[-1]
+
+    monkeypatch.setattr(runs.StoredDomains, "read", noted)
+    assert ttnorm(f"{EVALUATE} --subset 5 --scenario {scenario}")[0] == 0
+    assert [len(x) for tests in read for x in tests.images.values()] == [5] * (
+        2 if scenario == "single" else 1
+    )
+    assert {r["n"] for r in read_records([tmp_path / "r.jsonl"])} == {5}
+    if scenario == "single":
+        assert {len(x.untyped_storage()) for x in read[0].images.values()} == {5 * 3 * 32 * 32}
+
+
+def test_what_can_be_known_before_images_are_read_is_said_before(ttnorm, corrupted, monkeypatch):
+    monkeypatch.setattr(runs, "stored_domains", lambda *_, **__: pytest.fail("read"))
+    code, _, errors = ttnorm(
+        "evaluate r.jsonl --network mine:network --data cc --scenario single --scenario source"
+    )
+    assert (code, "needs --clean" in errors) == (2, True)
+    code, _, errors = ttnorm(EVALUATE.replace("r.jsonl", "mine.py"))
+    assert (code, "mine.py, line 1 is no record" in errors) == (2, True)
+
+
 def test_records_say_that_evaluate_wrote_them_and_older_ones_still_count(
     ttnorm, corrupted, tmp_path
 ):
@@ -157,6 +185,8 @@ def test_without_a_wish_norms_are_those_that_alpha_files_allow(ttnorm, corrupted
         ("--subset 13", "The subset is 13 images, expected 1 to 12"),
         ("--data absent", "There is no file absent/labels.npy"),
         ("--clean absent --scenario source", "There is no folder absent"),
+        ("--network :network", "':network' names no function, expected MODULE:FUNCTION"),
+        ("--device xpu", "--device is 'xpu', and torch sees no such GPU here"),
         ("--network wrn", "'wrn' is no network: expected wrn40_2-cifar10"),
         ("--network mine:of_three_classes", "labels from 0 to 9; mine:of_three_classes has 3"),
     ],
@@ -211,6 +241,7 @@ def test_somebody_s_file_is_not_written_to(ttnorm, corrupted, tmp_path):
         ("corrupt cifar out --corruption frost", "frost needs its textures"),
         ("corrupt cifar out --corruption frost --textures cifar", "There is no picture cifar/fr"),
         ("corrupt cifar out --corruption fog --workers 0", "workers is 0, expected at least 1"),
+        ("corrupt cifar out --corruption fog --seed -1", "seed is -1, expected 0 or more"),
         ("corrupt cifar mine.py", "mine.py cannot be a folder to write to"),
         ("report absent.jsonl --output out", "There is no file absent.jsonl"),
         ("report cifar --output mine.py/x", "mine.py/x cannot be a folder to write to"),

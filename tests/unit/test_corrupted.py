@@ -163,3 +163,30 @@ class TestErrors:
         np.save(tmp_path / "labels.npy", np.zeros(13, int))
         with pytest.raises(ValueError, match=r"labels.npy has shape \(13,\), expected \(5 N,\)"):
             load_corrupted(tmp_path, "fog", 5)
+
+
+def test_a_negative_seed_is_refused_and_claims_no_folder(tmp_path, clean):
+    with pytest.raises(ValueError, match="seed is -1, expected 0 or more"):
+        make(clean, tmp_path / "cc", seed=-1)
+    assert not (tmp_path / "cc").exists()
+
+
+def test_labels_that_a_killed_run_began_are_written_again(tmp_path, clean, monkeypatch):
+    def killed(file, labels):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make(clean, tmp_path, severities=[5])
+    make(clean, tmp_path, severities=[5])
+    assert load_corrupted(tmp_path, "brightness", 5).labels.tolist() == clean.labels.tolist()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_first_images_alone_can_be_read(tmp_path, clean):
+    make(clean, tmp_path, severities=[5])
+    every, first = (load_corrupted(tmp_path, "brightness", 5, most=m) for m in (None, 7))
+    assert torch.equal(first.images, every.images[:7])
+    assert torch.equal(first.labels, every.labels[:7])

@@ -118,8 +118,21 @@ def test_what_one_corruption_lacks_is_left_out_of_all(tmp_path, caplog):
     (folder / "fog/5/0001/b.JPEG").unlink()
     with pytest.raises(ValueError, match=r"b\.JPEG is not there under every corruption"):
         load_imagenet_c(folder, ["fog", "snow"], 5, SMALL)
+    caplog.clear()
     loaded = load_imagenet_c(folder, ["fog", "snow"], 5, SMALL, skip_bad=True)
     assert loaded["snow"].labels.tolist() == [1, 4]
+    assert "snow: 1 of 3 left out, for they are not there under every corruption" in caplog.text
+    for name in ("0001/a.JPEG", "0004/c.JPEG"):
+        (folder / "snow/5" / name).unlink()
+    with pytest.raises(ValueError, match="has no image that is there under every corruption"):
+        load_imagenet_c(folder, ["fog", "snow"], 5, SMALL, skip_bad=True)
+
+
+def test_a_picture_too_large_to_be_one_is_named(tmp_path, monkeypatch):
+    picture(tmp_path / "0000/a.png", (40, 30))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    with pytest.raises(UnusableFile, match=r"a\.png is truncated or no picture.*decompression"):
+        load_imagenet(tmp_path, SMALL)
 
 
 def test_corruptions_can_be_loaded_one_by_one(tmp_path):

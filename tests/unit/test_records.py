@@ -5,10 +5,12 @@ import json
 import pytest
 
 from ttnorm.bench.records import FIELDS, RecordFile, read_records
+from ttnorm.bench.shards import merge
 
 
 def record(norm="ttn", **values):
-    fields = {name: kind() for name, kind in sorted(FIELDS.items())}
+    fields = {name: kind() for name, kind in FIELDS.items()}
+    fields |= {"model": {"name": "net"}, "config": {"subset": 10}}
     return fields | {"norm": norm, "n": 10, "wrong": 0} | values
 
 
@@ -57,7 +59,8 @@ def test_a_torn_last_line_is_cut_off(tmp_path, cut):
 
 
 @pytest.mark.parametrize(
-    "content", ["my notes", "my notes\n", '{"a": 1}\nmy notes', "[1]\n", '{"a": 1}', '{"a": 1}\n']
+    "content",
+    ["my notes", "my notes\n", '{"a": 1}\nmy notes', "[1]\n", '{"a": 1}', '{"a": 1}\n', "{'a': 1}"],
 )
 def test_a_file_of_something_else_is_refused_and_untouched(tmp_path, content):
     path = tmp_path / "notes.txt"
@@ -94,9 +97,28 @@ def test_a_cell_of_two_files_counts_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"config": None}, {"severity": "5"}, {"n": 0}, {"norm": ["ttn"]}, {"wrong": "7"}]
+    "change",
+    [
+        {"config": None},
+        {"config": {}},
+        {"model": {}},
+        {"severity": "5"},
+        {"n": 0},
+        {"norm": ["ttn"]},
+        {"wrong": "7"},
+    ],
 )
 def test_a_line_with_something_else_in_a_field_is_named(tmp_path, change):
     (tmp_path / "r.jsonl").write_text(json.dumps(record(**change)) + "\n")
     with pytest.raises(ValueError, match=r"r\.jsonl, line 1 is no record of an evaluation"):
         read_records([tmp_path])
+
+
+def test_only_parts_of_that_very_file_are_merged(tmp_path):
+    path = tmp_path / "r[1].jsonl"
+    for name, norm in (("r[1].jsonl.rank0", "ttn"), ("r[1].jsonl.rank12", "tbn")):
+        RecordFile(tmp_path / name).append(record(norm))
+    RecordFile(tmp_path / "r[1].jsonl.rank0.bak").append(record("source"))
+    merge(path)
+    assert [r["norm"] for r in read_records([path])] == ["ttn", "tbn"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r[1].jsonl", "r[1].jsonl.rank0.bak"]

@@ -139,6 +139,8 @@ class TestErrors:
             (folder / "val/a_2.png").write_bytes(b"no picture")
         elif what == "mask":
             (folder / "valannot/a_2.png").write_bytes(b"no picture")
+        elif what == "bits":
+            Image.fromarray(np.ones(SIZE, bool)).save(folder / "valannot/a_2.png")
         elif what == "shape":
             save(folder / "valannot/a_2.png", np.zeros((2, 2), np.uint8))
         else:
@@ -152,6 +154,7 @@ class TestErrors:
             ("missing", r"val/a_2\.png has no mask: there is no file .*valannot/a_2\.png"),
             ("frame", r"val/a_2\.png is truncated or no picture"),
             ("mask", r"valannot/a_2\.png is truncated or no picture"),
+            ("bits", r"valannot/a_2\.png has bool, expected numbers of classes"),
             ("shape", r"valannot/a_2\.png has shape \(2, 2\), expected \(6, 8\) as its frame"),
             ("size", r"val/a_2\.png is \(4, 4\), and others are \(6, 8\)\. Give a size"),
         ],

@@ -338,7 +338,8 @@ def test_rich_shows_every_number(capsys):
 
     Console(width=120).print(formats.to_rich(table()))
     shown = capsys.readouterr().out
-    assert "12.00 11.67" in shown
+    assert "12.00 (11.67)" in shown
+    assert "In brackets the paper's." in shown
     assert "cifar10-c, single" in shown
 
 
@@ -423,6 +424,16 @@ class TestReport:
         for file in files:
             first, second = ((tmp_path / f / file).read_bytes() for f in ("one", "two"))
             assert first == second, file
+
+    def test_two_alpha_files_of_one_name_are_refused_before_anything_is_written(self, tmp_path):
+        model = surgery.convert_(torch.nn.Sequential(torch.nn.BatchNorm2d(8)), 0.3)
+        files = [tmp_path / folder / "net.ttn.safetensors" for folder in ("a", "b")]
+        for file in files:
+            file.parent.mkdir()
+            artefact.save(model, file)
+        with pytest.raises(ValueError, match="Two alpha files are called net"):
+            write_report(RECORDS, tmp_path / "page", files)
+        assert not (tmp_path / "page").exists()
 
     def test_the_page_has_tables_gains_and_pictures_that_are_there(self, tmp_path):
         write_report(RECORDS, tmp_path)

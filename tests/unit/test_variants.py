@@ -88,3 +88,8 @@ def test_shipped_files_are_the_default_and_the_dynamic_of_seed_0(tmp_path):
         assert path == zoo.alpha_files("wrn40_2-cifar10")[kind]
         assert variant_of(record_with(path)) == (name, 0)
     assert variant_of({"alpha": None}) is None
+
+
+def test_a_file_that_a_user_calls_so_is_no_variant_of_ours(tmp_path):
+    mine = tmp_path / "wrn40_2-cifar10.mine.seed1.ttn.safetensors"
+    assert variant_of(record_with(mine)) == ("default", 0)

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 
 def to_rich(table: Table) -> RichTable:
-    """For a terminal: our error, and the paper's in grey."""
+    """For a terminal: our error, and the paper's in brackets."""
     from rich.table import Table as RichTable
 
-    out = RichTable("", *table.columns, title=table.title, caption=table.note)
+    has_theirs = any(cell.paper is not None for _, cells in table.rows for cell in cells)
+    note = f"{table.note} In brackets the paper's." if has_theirs else table.note
+    out = RichTable("", *table.columns, title=table.title, caption=note)
     for column in out.columns[1:]:
         column.justify = "right"
     bold = _bold(table)
@@ -26,7 +28,7 @@ def to_rich(table: Table) -> RichTable:
         for cell in cells:
             text = _ours(cell)
             text = f"[bold]{text}[/bold]" if id(cell) in bold else text
-            texts.append(text + ("" if cell.paper is None else f" [dim]{cell.paper:.2f}[/dim]"))
+            texts.append(text + ("" if cell.paper is None else f" [dim]({cell.paper:.2f})[/dim]"))
         out.add_row(name, *texts)
     return out
 

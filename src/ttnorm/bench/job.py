@@ -71,11 +71,13 @@ class Domains:
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
         """Twelve letters for every domain that tell its images and labels from others."""
-        labels = self.labels.cpu().numpy().tobytes()
-        return {
-            domain: hashlib.blake2b(labels + x.cpu().numpy().tobytes()).hexdigest()[:12]
-            for domain, x in self.images.items()
-        }
+        found = {}
+        for domain, x in self.images.items():
+            digest = hashlib.blake2b()
+            for part in (self.labels, x):
+                digest.update(part.cpu().contiguous().numpy().data.cast("B"))
+            found[domain] = digest.hexdigest()[:12]
+        return found
 
     @property
     def image_size(self) -> tuple[int, int]:

@@ -19,6 +19,8 @@ try:
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
+from .variants import VARIANTS
+
 Record = dict[str, Any]
 
 # What every record has, so that another kind of file is not taken for one of records.
@@ -27,6 +29,7 @@ FIELDS = {
     **dict.fromkeys(("batch_size", "seed", "n", "severity"), int),
     **dict.fromkeys(("model", "config"), dict),
 }
+BEGINNING = b'{"dataset": "'  # of every line
 SCORES = frozenset({"wrong", "miou"})  # images that are wrong, or the classes' mean overlap
 # Two records that agree in all but these are the same cell.
 OUTCOME = SCORES | {"iou", "undone", "seconds", "versions", "device", "experiment"}
@@ -144,8 +147,10 @@ def _is_record(value: Any) -> bool:
     if not isinstance(value, dict) or not value.keys() & SCORES:
         return False
     scores = [value[name] for name in SCORES & value.keys()]
-    known = all(isinstance(value.get(name), kind) for name, kind in FIELDS.items())
-    return known and value["n"] > 0 and all(isinstance(score, int | float) for score in scores)
+    if not all(isinstance(value.get(name), kind) for name, kind in FIELDS.items()):
+        return False
+    named = "name" in value["model"] and "subset" in value["config"]
+    return named and value["n"] > 0 and all(isinstance(score, int | float) for score in scores)
 
 
 def _cell(record: Record) -> str:
@@ -167,15 +172,15 @@ def alpha_file(record: Record) -> dict[str, str] | None:
 def variant_of(record: Record) -> tuple[str, int] | None:
     """The variant and the seed of a record's alpha, or None where it has none.
 
-    Files that `reproduce` made are called NETWORK.VARIANT.seedN; what users call theirs says
-    nothing.
+    Files that `reproduce` made are called NETWORK.VARIANT.seedN, with one of VARIANTS; what users
+    call theirs says nothing.
     """
     if record.get("alpha") is None:
         return None
     network = re.escape(record["model"]["name"])
     name = record["alpha"]["name"].removesuffix(".ttn.safetensors")
     match = re.fullmatch(rf"{network}\.(.+)\.seed(\d+)", name)
-    if match is not None:
+    if match is not None and match[1] in VARIANTS:
         return match[1], int(match[2])
     return ("dynamic" if re.fullmatch(rf"{network}\.dynamic", name) else "default"), 0
 
@@ -196,9 +201,9 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _may_be_torn(tail: bytes) -> bool:
-    """Whether this is the beginning of a record, and not somebody's JSON."""
+    """Whether this is the beginning of a record, and not somebody's line."""
     try:
         whole = json.loads(tail)
     except ValueError:
-        return tail.startswith(b"{")
+        return tail.startswith(BEGINNING) or BEGINNING.startswith(tail)
     return _is_record(whole)

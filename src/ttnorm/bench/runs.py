@@ -84,6 +84,7 @@ def stored_domains(
     *,
     preprocessing: Preprocessing | None = None,
     skip_bad: bool = False,
+    subset: int | None = None,
     ours: Sequence[str] | None = None,
     exchange: Callable[[list[str]], list[str]] = list,
 ) -> StoredDomains:
@@ -95,15 +96,10 @@ def stored_domains(
         corruptions, severity: which of them.
         preprocessing: what ImageNet's networks want.
         skip_bad: leave out files that cannot be used.
+        subset: the first so many images of every domain; None for all.
         ours, exchange: where there are other processes: see `usable_files`.
     """
-    if folder is None:
-        raise ValueError(
-            "The scenario source needs --clean, a folder with the test set."
-            if clean
-            else "Scoring under corruptions needs --data, a folder with npy files, the official "
-            "ones or what ttnorm corrupt wrote, or with ImageNet-C."
-        )
+    folder = check_folder(folder, clean)
     for corruption in corruptions:
         if corruption not in CORRUPTIONS:
             raise ValueError(
@@ -119,12 +115,14 @@ def stored_domains(
             test = load_imagenet(folder, preprocessing, skip_bad=skip_bad)
         else:
             test = load_cifar(folder, "test")
-        labels, readers = test.labels, {"clean": lambda: test}
+        labels = test.labels
+        readers = {"clean": lambda: Images(test.images[:subset], labels[:subset])}
     elif dataset == "imagenet" and not (folder / "labels.npy").is_file():
         files = usable_files(
             folder, corruptions, severity, skip_bad=skip_bad, ours=ours, exchange=exchange
         )
         labels = torch.tensor(list(files.values()))
+        files = dict(list(files.items())[:subset])
         load = partial(_from_pictures, folder, severity, preprocessing, files)
         readers = {c: partial(load, c) for c in corruptions}
     else:
@@ -132,17 +130,37 @@ def stored_domains(
         labels = load_labels(folder, severity, classes=most)
         for corruption in corruptions:  # all of them are looked at before one is scored
             open_corrupted(folder, corruption, severity, size=size)
-        load = partial(load_corrupted, folder, severity=severity, size=size, classes=most)
+        load = partial(
+            load_corrupted, folder, severity=severity, size=size, classes=most, most=subset
+        )
         readers = {c: partial(load, c) for c in corruptions}
     # ImageNet's may be some of the classes, CIFAR's have to be all
     check_labels("The data set", labels, network.name, classes, every=dataset != "imagenet")
     return StoredDomains(
         dataset=name if clean else f"{name}-c",
         severity=0 if clean else severity,
-        labels=labels,
+        labels=_first(labels, subset),
         size=size,
         readers=readers,
     )
+
+
+def check_folder(folder: Path | None, clean: bool) -> Path:
+    """The folder, or an error that says which one is wanted."""
+    if folder is None:
+        raise ValueError(
+            "The scenario source needs --clean, a folder with the test set."
+            if clean
+            else "Scoring under corruptions needs --data, a folder with npy files, the official "
+            "ones or what ttnorm corrupt wrote, or with ImageNet-C."
+        )
+    return folder
+
+
+def _first(labels: Tensor, subset: int | None) -> Tensor:
+    if subset is not None and not 1 <= subset <= len(labels):
+        raise ValueError(f"The subset is {subset} images, expected 1 to {len(labels)}.")
+    return labels[:subset]
 
 
 def _from_pictures(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +43,7 @@ class Shards:
         Where every domain is met on its own, the domains are divided; where one follows on another,
         and for the clean test set, the jobs.
         """
-        if scenario in SCENARIOS and SCENARIOS[scenario].apart and scenario != "source":
+        if SCENARIOS[scenario].apart and scenario != "source":
             return self.ours(domains), list(jobs)
         return list(domains), self.ours(jobs)
 
@@ -101,7 +102,8 @@ class Shards:
 
 def merge(path: Path) -> None:
     """Add the cells of all parts to the file, and take the parts away."""
-    parts = sorted(path.parent.glob(f"{path.name}.rank*"))
+    name = re.compile(re.escape(path.name) + r"\.rank\d+")
+    parts = sorted(part for part in path.parent.iterdir() if name.fullmatch(part.name))
     if not parts:
         return
     file = RecordFile(path)

@@ -46,11 +46,16 @@ def corrupt(
     from ..data import corrupted, corruptions
 
     inputs.check_folder(output)
+    names, severities = corruption or corruptions.CORRUPTIONS, severity or corrupted.SEVERITIES
+    if not data.is_dir():
+        raise FileNotFoundError(f"There is no folder {data}.")
+    # before minutes of reading, not after
+    corrupted.check_options(names, severities, seed, textures, workers)
     corrupted.make_corrupted(
         inputs.images(data, dataset, "test", skip_bad=skip_bad),
         output,
-        corruptions=corruption or corruptions.CORRUPTIONS,
-        severities=severity or corrupted.SEVERITIES,
+        corruptions=names,
+        severities=severities,
         seed=seed,
         textures=textures,
         workers=workers,
@@ -117,15 +122,12 @@ def evaluate(
     import torch
 
     from ..bench.evaluate import evaluate as score
-    from ..bench.job import Domains, Job, check
-    from ..bench.records import read_records
-    from ..bench.runs import StoredDomains, network_under_test, stored_domains
+    from ..bench.job import Job, check
+    from ..bench.records import RecordFile, read_records
+    from ..bench.runs import StoredDomains, check_folder, network_under_test, stored_domains
     from ..bench.shards import Shards
     from ..data.corruptions import CORRUPTIONS
     from ..methods.swr import gradient_agreement
-
-    def first_images(tests: Domains) -> Domains:
-        return tests if subset is None else tests.subset(subset)
 
     kind = inputs.dataset_named(dataset)
     # names and sizes before any file: a wrong one is not to be found after minutes of reading
@@ -135,12 +137,14 @@ def evaluate(
         method_named(name)
     for chosen, size in itertools.product(scenario or ["single"], batch_size or [1]):
         segments(chosen, ["any"], torch.zeros(2, dtype=torch.long), size, 0)
+        check_folder(clean if chosen == "source" else data, chosen == "source")
     where = inputs.device(device, int(os.environ.get("LOCAL_RANK", 0)))
     inputs.check_writable(records)
+    RecordFile(records)  # which refuses a file of something else
     shards = Shards()
     model = inputs.network(network, where, weights)
     agreement = None
-    if source and any(METHODS[m].needs_agreement for m in method or () if m in METHODS):
+    if source and any(METHODS[m].needs_agreement for m in method or ()):
         examples = inputs.loader(str(source), where, kind, network=network, skip_bad=skip_bad)
         inputs.check_loader(examples, str(source), model, network, kind)
         agreement = shards.common("agreement", lambda: gradient_agreement(model, examples))
@@ -157,6 +161,7 @@ def evaluate(
             severity,
             preprocessing=inputs.preprocessing(network),
             skip_bad=skip_bad,
+            subset=subset,
             ours=shards.ours(corruption or CORRUPTIONS),
             exchange=partial(shards.of_all, "bad files"),
         )
@@ -174,7 +179,7 @@ def evaluate(
         domains, jobs = shards.share(chosen, list(tests.readers), jobs)
         if not domains or not jobs:
             continue  # more processes than there is to do
-        check(tested, first_images(tests.outline(domains)), jobs)
+        check(tested, tests.outline(domains), jobs)
         parts = tests.parts(domains) if SCENARIOS[chosen].apart else [domains]
         runs += [(tests, part, jobs) for part in parts]
     with shards.records(records) as file:
@@ -182,7 +187,7 @@ def evaluate(
         for tests, part, jobs in runs:
             score(
                 tested,
-                first_images(tests.read(part)).to(where),
+                tests.read(part).to(where),
                 jobs,
                 file,
                 grouped=not sequential,

@@ -36,11 +36,15 @@ def device(wanted: str | None, local_rank: int = 0) -> str:
         kind = torch.device(wanted).type
     except RuntimeError:
         raise ValueError(f"--device is {wanted!r}, expected cpu, cuda, cuda:1, mps, ...") from None
-    if kind not in ("cpu", "cuda", "mps", "xpu"):
+    available: dict[str, Callable[[], bool]] = {
+        "cpu": lambda: True,
+        "cuda": torch.cuda.is_available,
+        "mps": torch.backends.mps.is_available,
+        "xpu": torch.xpu.is_available,
+    }
+    if kind not in available:
         raise ValueError(f"--device is {wanted!r}, expected cpu, cuda, cuda:1, mps, ...")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {wanted!r}, and torch sees no GPU here.")
-    if kind == "mps" and not torch.backends.mps.is_available():
+    if not available[kind]():
         raise ValueError(f"--device is {wanted!r}, and torch sees no such GPU here.")
     return wanted
 
@@ -221,7 +225,7 @@ def augment(dataset: str, shift: str, images: int | None) -> Augment | None:
 def resolve(spec: str) -> Callable[..., Any]:
     """The function that MODULE:FUNCTION names; modules of the working directory count."""
     module, _, function = spec.partition(":")
-    if not function:
+    if not module or not function:
         raise ValueError(f"{spec!r} names no function, expected MODULE:FUNCTION.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

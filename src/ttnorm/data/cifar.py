@@ -55,10 +55,10 @@ def checked_labels(labels: list[int], folder: Path, classes: int = 100) -> Tenso
 
 def _checked(images: np.ndarray, labels: list[int], folder: Path) -> Images:
     """uint8 images (N, H, W, 3) and class numbers as tensors, or an error with the folder."""
-    if images.dtype != np.uint8 or len(images) != len(labels):
+    if images.dtype != np.uint8 or len(images) != len(labels) or not labels:
         raise ValueError(
             f"{folder} has {len(images)} images of {images.dtype} and {len(labels)} labels; "
-            "expected uint8 and as many of both."
+            "expected uint8, and as many of both, one at least."
         )
     return Images(as_tensor(images), checked_labels(labels, folder))
 
@@ -91,13 +91,16 @@ def _npm_sheets(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None
         return None
     sheets = [np.asarray(read_picture(folder / f"{name}.png")) for name in names]
     images = [sheet.reshape(-1, 32, 32, 3) for sheet in sheets]  # one a row
-    return np.concatenate(images), _json(folder / f"{split}_lables.json")
+    path = folder / f"{split}_lables.json"
+    return np.concatenate(images), _numbers(_json(path), path)
 
 
 def _webp_sheets(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:
     if not (folder / f"{split}_0.webp").is_file():
         return None
-    labels = _json(folder / f"{split}_labels.json")["fine"]
+    path = folder / f"{split}_labels.json"
+    found = _json(path)
+    labels = _numbers(found.get("fine") if isinstance(found, dict) else None, path)
     return np.concatenate(list(_sheets(folder, split)))[: len(labels)], labels
 
 
@@ -107,6 +110,8 @@ def _sheets(folder: Path, split: str) -> Iterator[np.ndarray]:
         if not path.is_file():
             return
         sheet = np.asarray(read_picture(path))
+        if sheet.shape[0] % 32 or sheet.shape[1] % 32:
+            raise ValueError(f"{path} has shape {sheet.shape}, expected multiples of 32.")
         down, across = sheet.shape[0] // 32, sheet.shape[1] // 32
         tiles = sheet.reshape(down, 32, across, 32, 3).transpose(0, 2, 1, 3, 4)
         yield tiles.reshape(-1, 32, 32, 3)
@@ -119,6 +124,12 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is truncated or no JSON: {error}") from error
+
+
+def _numbers(labels: Any, path: Path) -> list[int]:
+    if not isinstance(labels, list) or not all(isinstance(label, int) for label in labels):
+        raise ValueError(f"{path} holds no list of class numbers.")
+    return labels
 
 
 class _ArraysOnly(pickle.Unpickler):

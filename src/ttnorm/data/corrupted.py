@@ -42,6 +42,7 @@ def load_corrupted(
     *,
     size: tuple[int, int] = (32, 32),
     classes: int = 100,
+    most: int | None = None,
 ) -> Images:
     """One corruption at one severity.
 
@@ -51,9 +52,11 @@ def load_corrupted(
         severity: 1 to 5.
         size: height and width.
         classes: that labels may be of, at most.
+        most: as many images, the first ones, where there are more.
     """
-    labels = load_labels(folder, severity, classes=classes)
-    return Images(as_tensor(open_corrupted(folder, corruption, severity, size=size)), labels)
+    labels = load_labels(folder, severity, classes=classes)[:most]
+    images = open_corrupted(folder, corruption, severity, size=size)[:most]
+    return Images(as_tensor(images), labels)
 
 
 def load_labels(folder: str | Path, severity: int, *, classes: int = 100) -> Tensor:
@@ -116,23 +119,18 @@ def make_corrupted(
         workers: processes; as many as cores by default.
     """
     _refuse_to_be_imported()
-    for severity in severities:
-        _check_severity(severity)
-    for corruption in corruptions:
-        if corruption not in CORRUPTIONS:
-            raise ValueError(f"There is no corruption {corruption!r}; there are {CORRUPTIONS}.")
-    if "frost" in corruptions:
-        check_textures(textures)
+    check_options(corruptions, severities, seed, textures, workers)
     if not len(clean.labels):
         raise ValueError("There are no images to corrupt.")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers is {workers}, expected at least 1, or None for all cores.")
     folder = Path(folder)
     images = np.ascontiguousarray(clean.images.numpy().transpose(0, 2, 3, 1))
     _claim(folder, images, clean.labels.numpy(), seed)
     with FileLock(folder / ".lock"):
         if not (folder / "labels.npy").is_file():
-            np.save(folder / "labels.npy", np.tile(clean.labels.numpy(), 5))
+            partial = folder / "labels.npy.partial"
+            with partial.open("wb") as file:
+                np.save(file, np.tile(clean.labels.numpy(), 5))
+            os.replace(partial, folder / "labels.npy")
         _remove_partial(folder)
         todo = {c: _missing(folder / f"{c}.npy", len(images), severities) for c in corruptions}
         chunks = -(-len(images) // _at_once(images))
@@ -142,6 +140,27 @@ def make_corrupted(
                 if missing:
                     _make(pool, folder / f"{name}.npy", images, missing, seed, textures, progress)
         progress.close()
+
+
+def check_options(
+    corruptions: Sequence[str],
+    severities: Sequence[int],
+    seed: int,
+    textures: str | Path | None,
+    workers: int | None,
+) -> None:
+    """Raise on what `make_corrupted` would refuse, whatever the images are."""
+    for severity in severities:
+        _check_severity(severity)
+    for corruption in corruptions:
+        if corruption not in CORRUPTIONS:
+            raise ValueError(f"There is no corruption {corruption!r}; there are {CORRUPTIONS}.")
+    if "frost" in corruptions:
+        check_textures(textures)
+    if seed < 0:
+        raise ValueError(f"seed is {seed}, expected 0 or more.")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}, expected at least 1, or None for all cores.")
 
 
 def _make(
@@ -168,7 +187,7 @@ def _make(
             work = partial(corrupt, seed=seed, first=first, textures=textures)
             jobs[pool.submit(work, chunk, path.stem, severity)] = (severity, first)
     for job in as_completed(jobs):
-        severity, first = jobs[job]
+        severity, first = jobs.pop(job)  # or its images stay in memory until the file is whole
         start = (severity - 1) * count + first
         done = job.result()
         out[start : start + len(done)] = done
@@ -225,10 +244,9 @@ def _context() -> BaseContext:
 
 def _claim(folder: Path, images: Array, labels: Array, seed: int) -> None:
     """Make the folder ours, or find that it is, with the same images and seed."""
-    about = {
-        "images": hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest(),
-        "seed": seed,
-    }
+    digest = hashlib.sha256(images.data.cast("B"))
+    digest.update(np.ascontiguousarray(labels).data.cast("B"))
+    about = {"images": digest.hexdigest(), "seed": seed}
     note = folder / "corruptions.json"
     used = any(folder.glob("*.npy"))  # first: another process writes its note before its files
     if note.is_file():

@@ -359,7 +359,7 @@ def check_textures(textures: str | Path | None) -> None:
     if textures is None:
         raise ValueError(
             "frost needs its textures: pass the folder that holds frost1.png to frost5.jpg, as in "
-            "the frost folder of the PyPI package imagecorruptions."
+            "the frost folder of the PyPI package imagecorruptions, or name the other corruptions."
         )
     _textures(str(textures), 1.0)
 

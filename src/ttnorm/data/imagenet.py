@@ -10,6 +10,7 @@ the number of a class itself, 0000 to 0999.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 from .corruptions import CORRUPTIONS
 from .images import SKIP_BAD, Array, Images, read_each, read_picture
 
+logger = logging.getLogger("ttnorm")
 CLASSES = 1000
 MOST = 64_000  # images of a training set, the paper's number for an epoch
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
@@ -115,6 +117,8 @@ def usable_files(
         exchange: from the files that are left out here to those that are by any such process.
     """
     files = _common(Path(folder), corruptions, severity, skip_bad)
+    if not files:
+        raise ValueError(f"{folder} has no image that is there under every corruption.")
     if not skip_bad:
         return files
     bad = set()
@@ -141,12 +145,19 @@ def _common(
     files = {c: _files(where) for c, where in folders.items()}
     there = set.intersection(*(set(f) for f in files.values()))
     for corruption, found in files.items():
-        if len(found) != len(there) and not skip_bad:
-            odd = min(set(found) - there)
+        if len(found) == len(there):
+            continue
+        odd = folders[corruption] / min(set(found) - there)
+        if not skip_bad:
             raise ValueError(
-                f"{folders[corruption] / odd} is not there under every corruption. Unpack "
-                f"ImageNet-C anew, or leave such images out with {SKIP_BAD}."
+                f"{odd} is not there under every corruption. Unpack ImageNet-C anew, or leave such "
+                f"images out with {SKIP_BAD}."
             )
+        left_out = len(found) - len(there)
+        logger.warning(
+            "%s: %d of %d left out, for they are not there under every corruption, such as %s",
+            corruption, left_out, len(found), odd,
+        )  # fmt: skip
     return {name: label for name, label in files[corruptions[0]].items() if name in there}
 
 
@@ -185,9 +196,10 @@ def _classes(folder: Path) -> dict[str, int]:
         return {name: label for label, name in enumerate(names)}
     if names and all(name.isdigit() and int(name) < CLASSES for name in names):
         return {name: int(name) for name in names}
+    found = f"folders {', '.join(names[:3])}" if names else "no folders"
     raise ValueError(
-        f"{folder} has folders {', '.join(names[:3]) or 'of no name'}; expected the {CLASSES:,} "
-        "classes of ImageNet, n01440764 and so on, or numbers of classes, 0000 to 0999."
+        f"{folder} has {found}; expected the {CLASSES:,} classes of ImageNet, n01440764 and so on, "
+        "or numbers of classes, 0000 to 0999."
     )
 
 

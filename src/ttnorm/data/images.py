@@ -51,7 +51,9 @@ def read_picture(path: Path, mode: str = "RGB") -> Any:
         with Image.open(path) as picture:
             picture.load()
             return picture.convert(mode) if mode else picture.copy()
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except (
+        UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError
+    ) as error:  # fmt: skip
         raise UnusableFile(f"{path} is truncated or no picture: {error}") from error
 
 

@@ -113,6 +113,8 @@ def _read(
 
 
 def _in_classes(labels: Array, layout: Layout, dataset: str, file: Path) -> Array:
+    if labels.dtype.kind not in "iu":
+        raise UnusableFile(f"{file} has {labels.dtype}, expected numbers of classes.")
     known = np.full(256, -1, dtype=np.int16)
     known[list(layout.labels)] = list(layout.labels.values())
     if labels.max(initial=0) > 255 or (known[labels] < 0).any():
