@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 from torch import Tensor
 
 
-def check_whole(name: str, value: Any, *, at_least: int) -> None:
-    """Raise on anything but a whole number that is large enough."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+def check_whole(name: str, value: Any, *, at_least: int) -> int:
+    """A whole number, NumPy's too, as Python's; raises on anything else, and on a smaller one."""
+    number = None if isinstance(value, bool) or not hasattr(value, "__index__") else index(value)
+    if number is None or number < at_least:
         raise ValueError(f"{name} is {value!r}, expected a whole number of at least {at_least}.")
+    return number
 
 
 def check_arguments(
@@ -35,9 +38,9 @@ def check_arguments(
         alpha = alpha.expand(x.shape[1])
     channels = x.shape[1]
     tensors = (running_mean, running_var, weight, bias, alpha)
-    for index, t in enumerate(tensors):
+    for place, t in enumerate(tensors):
         if t is not None and (t.numel() != channels or t.dim() != 1):
-            name = ("running_mean", "running_var", "weight", "bias", "alpha")[index]
+            name = ("running_mean", "running_var", "weight", "bias", "alpha")[place]
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)}, expected ({channels},): "
                 f"x is {tuple(x.shape)}, so it has {channels} channels."

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from .batches import describe
 from .distributed import rank, world_size
 
 Augment = Callable[[Tensor, Generator | None], Tensor]
@@ -221,7 +222,7 @@ def shift_images(
     else:
         images = images.clone()  # which it may give back, and a network may change
     if mean is None and std is None:
-        return augment(images, generator)  # type: ignore[arg-type]
+        return _augmented(images, augment, generator)
     if std is not None and min(per_channel_list(std) or [1.0]) <= 0:
         raise ValueError(f"std is {std}, expected positive numbers.")
     offset = _per_channel(images, per_channel_list(mean) or [0.0])
@@ -230,7 +231,19 @@ def shift_images(
     if check:
         check_unit_range(unit)
     # Rounding alone leaves [0, 1] by less than the tolerance just checked.
-    return (augment(unit.clamp(0, 1), generator) - offset) / scale  # type: ignore[arg-type]
+    return (_augmented(unit.clamp(0, 1), augment, generator) - offset) / scale
+
+
+def _augmented(images: Tensor, augment: Augment, generator: Generator | Drawn | None) -> Tensor:
+    """What an augmentation makes of images, if it can be taken for them."""
+    found = augment(images, generator)  # type: ignore[arg-type]
+    if not isinstance(found, Tensor) or (found.dtype, len(found)) != (images.dtype, len(images)):
+        kind = f"{found.dtype} " if isinstance(found, Tensor) else ""
+        raise TypeError(
+            f"The augmentation returned {kind}{describe(found)}, expected {images.dtype} images, "
+            f"{len(images)} as it was given."
+        )
+    return found
 
 
 def per_channel_list(values: Any) -> list[float] | None:

@@ -23,6 +23,11 @@ def batches(loader: Loader, device: torch.device) -> Iterator[tuple[Tensor, Tens
                 "the loader in one that yields those."
             )
         x, y = batch
+        if not x.dim() or not y.dim():
+            raise ValueError(
+                f"The loader yielded {describe(x)} and {describe(y)}: one sample, as a data set "
+                "does. Pass batches, such as DataLoader(dataset, batch_size=200, shuffle=True)."
+            )
         if len(x) == 0 or len(x) != len(y):
             raise ValueError(
                 f"The loader yielded {len(x)} inputs and {len(y)} labels, expected as many of both "
@@ -48,19 +53,41 @@ def cross_entropy(output: Any, y: Tensor) -> Tensor:
             f"The network returned {describe(output)}, and the default loss wants a tensor. Pass "
             "a loss of your own, such as loss=lambda output, y: cross_entropy(output['out'], y)."
         )
-    if y.shape == output.shape:  # how likely each class is
+    if y.shape == output.shape:
+        if y.is_cpu:  # a GPU would have to be waited for
+            _check_chances(y)
         return F.cross_entropy(output, y.to(output.dtype))
     if y.shape != (len(output), *output.shape[2:]):
         raise ValueError(
             f"Labels have shape {tuple(y.shape)} and the output {tuple(output.shape)}, expected "
             f"labels of shape {(len(output), *output.shape[2:])}, or a loss of your own: loss=..."
         )
-    if y.is_cpu and not y.is_floating_point() and y.max() >= output.shape[1]:  # a GPU would wait
+    if y.is_floating_point():
+        raise TypeError(
+            f"Labels are {y.dtype}, expected classes: y.long(). For numbers to predict pass the "
+            "loss that the network was trained with: loss=..."
+        )
+    if y.is_cpu and y.max() >= output.shape[1]:  # likewise
         raise ValueError(
             f"There is a label {int(y.max())}, and the network tells {output.shape[1]} classes "
             "apart. For labels to leave out use -100, or a loss with another ignore_index."
         )
-    return F.cross_entropy(output, y if y.is_floating_point() else y.long())
+    return F.cross_entropy(output, y.long())
+
+
+def _check_chances(y: Tensor) -> None:
+    """Raise where labels of the output's shape do not say how likely each class is."""
+    total = y.double().sum(1)
+    if (
+        y.shape[1] == 1
+        or bool((y < 0).any())
+        or not torch.allclose(total, torch.ones_like(total), atol=1e-3)
+    ):
+        raise ValueError(
+            f"Labels have the output's shape, {tuple(y.shape)}, and are not how likely each class "
+            "is: those are at least 0 and add up to 1. Pass the loss that the network was trained "
+            "with, such as loss=torch.nn.BCEWithLogitsLoss()."
+        )
 
 
 def scalar(loss: Tensor) -> Tensor:

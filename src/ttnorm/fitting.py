@@ -307,8 +307,8 @@ class Fit:
             logger.info("post-training: continuing after epoch %d", len(self.history))
         else:
             logger.warning(
-                "post-training: the checkpoint is of a finished run. Its alpha is taken, and no "
-                "image looked at; delete the file to fit anew."
+                "post-training: the checkpoint is of a finished run, whose alpha is taken. Delete "
+                "the file to fit anew."
             )
 
 

@@ -90,7 +90,7 @@ class NormRelu(nn.Module):
             y = norm(x)
             return F.relu(y if residual is None else y + residual)
         tensors = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        alpha = norm.alpha_for(min(norm.group_size or len(x), len(x)))
+        alpha = norm.alpha_for(min(norm.group_size or x.shape[0], x.shape[0]))
         alpha = check_arguments(x, *tensors, alpha, norm.group_size)
         return kernels.forward(
             x,
@@ -108,14 +108,17 @@ class NormRelu(nn.Module):
 
     def _is_one_pass(self, x: Tensor, residual: Tensor | None) -> bool:
         norm = self.norm
+        # first: an exporter is not to be asked for the size of a batch
+        if torch.is_grad_enabled() or not kernels.usable(x):
+            return False
         # it may have been reverted since, or a memory have taken its place
         if not isinstance(norm, TTNormBase) or "standardise" in norm.__dict__ or norm.sync:
             return False
-        size = min(norm.group_size or len(x), len(x))
-        if not size or (norm.source_count and len(x) % size):  # a last group with its own alpha
+        samples = x.shape[0]
+        size = min(norm.group_size or samples, samples)
+        if not size or (norm.source_count and samples % size):  # a last group with its own alpha
             return False
-        fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
-        return fits and not torch.is_grad_enabled() and kernels.usable(x)
+        return residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
 
 
 def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:

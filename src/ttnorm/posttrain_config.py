@@ -82,18 +82,21 @@ class PostTrainConfig:
                 f"group_sizes is {self.group_sizes!r}, expected whole numbers of at least 1, as in "
                 "(1, 4, 16)."
             )
-        for name in ("lr", "lambda_", "source_count"):  # a NumPy number does not go into files
-            object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("lr", "lambda_", "source_count", "init", "early_stop"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, float(value))  # NumPy's does not go into files
         if not self.lr > 0:
             raise ValueError(f"lr is {self.lr}, expected a positive number.")
         for name in ("lambda_", "source_count", "early_stop"):
             value = getattr(self, name)
             if value is not None and not value >= 0:  # NaN is neither
                 raise ValueError(f"{name} is {value}, expected at least 0.")
-        for name, least in {"epochs": 0, "patience": 1, "prior_samples": 1}.items():
-            check_whole(name, getattr(self, name), at_least=least)
+        for name, least in {"epochs": 0, "patience": 1, "prior_samples": 1, "seed": 0}.items():
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), at_least=least))
         if self.steps_per_epoch is not None:
-            check_whole("steps_per_epoch", self.steps_per_epoch, at_least=1)
+            steps = check_whole("steps_per_epoch", self.steps_per_epoch, at_least=1)
+            object.__setattr__(self, "steps_per_epoch", steps)
         if self.early_stop is not None and not self.needs_prior:
             raise ValueError(
                 f"early_stop is {self.early_stop}, expected None: it watches the distance to the "

@@ -45,9 +45,11 @@ class StreamConfig:
     def __post_init__(self) -> None:
         if self.memory not in (*MEMORIES, None):
             raise ValueError(f"memory is {self.memory!r}, expected {' or '.join(MEMORIES)}.")
+        for name in ("window", "source"):  # a NumPy number does not go into files
+            object.__setattr__(self, name, float(getattr(self, name)))
         if not self.window >= 1:  # NaN is neither
-            raise ValueError(f"window is {self.window}, expected at least 1.")
+            raise ValueError(f"window is {self.window:g}, expected at least 1.")
         for name in ("buckets", "slots", "max_streams"):
-            check_whole(name, getattr(self, name), at_least=1)
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), at_least=1))
         if not self.source > 0:
-            raise ValueError(f"source is {self.source}, expected a positive number.")
+            raise ValueError(f"source is {self.source:g}, expected a positive number.")

@@ -6,6 +6,7 @@ At most `max_streams` are kept; the one unused for longest is forgotten first.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .stream_config import StreamConfig
 
+logger = logging.getLogger("ttnorm")
 Id = Hashable
 State = dict[str, Tensor]  # the first dimension is that of streams
 # What a state is made of must not be an inference tensor, which only inference mode may change.
@@ -29,6 +31,7 @@ class StreamRows:
 
     def __init__(self, config: StreamConfig) -> None:
         self.config = config
+        self.told = False  # that streams are forgotten
         self.start_anew()
 
     @outside_inference_mode
@@ -131,6 +134,13 @@ class StreamRows:
         if len(self.rows) == self.config.max_streams:
             oldest = next(one for one in self.rows if one not in keep)
             row = self.rows.pop(oldest)
+            if not self.told:
+                logger.warning(
+                    "stream %r is forgotten, for there are more than max_streams=%d of them. Where "
+                    "that many take turns none remembers anything: stream_(model, max_streams=...)",
+                    oldest, self.config.max_streams,
+                )  # fmt: skip
+                self.told = True
         else:
             if len(self.rows) == room:
                 more = self._blank(min(room, self.config.max_streams - room))

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ from .tree import (
     ttn_layers,
     unwrap,
 )
+
+_ISOLATING = threading.Lock()  # one thread at a time enters or leaves `isolated`
 
 OPTIONS = ("cross_term", "source_count", "group_size", "sync")  # of a layer, beside alpha
 # By name, so that neither torchvision nor timm has to be installed.
@@ -175,7 +178,8 @@ def isolated(model: M, group_size: int) -> Iterator[M]:
 
     G batches of size B can then run as one of G * B samples and give the same numbers; the last
     group may be smaller. In a service, it keeps one caller's images out of another's statistics.
-    It is a state of the model: threads that want groups of other sizes need models of their own.
+    It is a state of the model: threads may isolate it at the same time in groups of the same size,
+    and those that want other sizes need models of their own.
 
     Raises:
         ValueError: in the forward, when a layer sees another number of samples than the model (a
@@ -188,21 +192,36 @@ def isolated(model: M, group_size: int) -> Iterator[M]:
         >>> torch.equal(together[:4], together[4:])
         True
     """
-    check_whole("group_size", group_size, at_least=1)
+    size = check_whole("group_size", group_size, at_least=1)
     layers = ttn_layers(model)
     refuse_stream(model, "isolated")
-    before = [layer.group_size for layer in layers.values()]
     guards = _same_batch_everywhere(unwrap(model), layers)
     try:
-        for layer in layers.values():
-            layer.group_size = group_size
+        with _ISOLATING:
+            for layer in layers.values():
+                # of all that isolate it now, after what it was before them
+                sizes = layer.__dict__.setdefault("_group_sizes", [layer.group_size])
+                sizes.append(size)
+                layer.group_size = size
         yield model
     finally:
         for guard in guards:
             guard.remove()
-        for layer, value in zip(layers.values(), before, strict=True):
-            if isinstance(layer, TTNormBase):  # and was not reverted inside
-                layer.group_size = value
+        with _ISOLATING:
+            for layer in layers.values():
+                _leave_group(layer, size)
+
+
+def _leave_group(layer: nn.Module, size: int) -> None:
+    """Have a layer the group size of those that still isolate it, or the one from before."""
+    before, *sizes = layer.__dict__.pop("_group_sizes")
+    sizes.reverse()
+    sizes.remove(size)  # the last of them: who leaves first of several alike makes no difference
+    sizes.reverse()
+    if sizes:
+        layer.__dict__["_group_sizes"] = [before, *sizes]
+    if isinstance(layer, TTNormBase):  # and was not reverted inside
+        layer.group_size = sizes[-1] if sizes else before
 
 
 def _same_batch_everywhere(
@@ -331,7 +350,7 @@ def _alpha_per_layer(
                 f"unknown: {sorted(extra)[:5]}. Was it fitted on another network?"
             )
         given = {name: torch.as_tensor(value) for name, value in alpha.items()}
-    elif isinstance(alpha, (int, float)):
+    elif isinstance(alpha, Real):  # NumPy's, too
         given = {name: torch.tensor(float(alpha)) for name in layers}
     else:
         raise TypeError(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.optim.swa_utils import AveragedModel
 
 from .layers import TTNormBase
 
@@ -21,8 +22,9 @@ CONFIG, CONTENT, CLASSES = "_ttnorm_config", "_ttnorm_content", "_ttnorm_classes
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The bare network inside DataParallel, DistributedDataParallel or torch.compile."""
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    """The bare network inside DataParallel, DistributedDataParallel, torch.compile or an average of
+    its weights."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, wrappers) else model._orig_mod  # type: ignore[assignment]
     return model

@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from ttnorm.bench.experiments import EXPERIMENTS
 from ttnorm.bench.scenarios import SCENARIOS
 from ttnorm.cli.printing import histogram
 from ttnorm.methods import METHODS
+from ttnorm.models import imagenet
 from ttnorm.norms import NORMS
 
 USER_CODE = """
@@ -56,6 +58,9 @@ USER_CODE = """
 
     def broken():
         raise ValueError("a mistake of the user's own")
+
+    def shift(images, generator):
+        return 1 - images
 
     def loss(output, y):
         return nn.functional.cross_entropy(output, y)
@@ -122,6 +127,15 @@ def test_post_train_takes_every_option(project):
     assert (project / "run.safetensors").exists()
 
 
+def test_shifts_may_be_the_user_s(project):
+    line = "post-train mine:network mine:loader out.safetensors --epochs 1 --device cpu"
+    result = run(*line.split(), "--augment", "mine:shift", "--prior-augment", "mine:shift")
+    assert result.exit_code == 0, result.output
+    config = artefact.read(project / "out.safetensors").metadata["config"]
+    assert config["augmentation"] == "shift"
+    assert config["prior augmentation"] == "shift"
+
+
 def test_info_cuts_nothing_off_where_it_goes_to_a_file(tmp_path):
     name = "a_name_that_is_longer_than_a_window_is_wide_" * 2
     model = nn.Sequential(OrderedDict({name: nn.BatchNorm2d(4)}))
@@ -139,6 +153,14 @@ def test_info_shows_layers_and_how_it_was_made(alpha_file):
     assert "epochs=2" in result.output
 
 
+def test_info_shows_the_source_count_that_a_file_has(alpha_file):
+    import mine
+
+    model = ttnorm.load_(mine.network(), alpha_file, source_count=2)
+    ttnorm.save(model, "counted.safetensors")
+    assert "source_count=2.0" in run("info", "counted.safetensors").output
+
+
 def test_histogram_has_a_bar_where_the_alphas_are():
     bars = histogram(torch.tensor([0.0] * 8 + [0.51, 1.0]))
     assert len(bars) == 20
@@ -150,6 +172,17 @@ def test_export_writes_a_graph(alpha_file, suffix):
     result = run("export", "mine:network", alpha_file, f"mine.{suffix}", "--shape", "3,10,10")
     assert result.exit_code == 0, result.output
     assert (alpha_file.parent / f"mine.{suffix}").stat().st_size > 1000
+
+
+def test_a_network_with_a_file_of_weights_is_exported(project):
+    model = torchvision.models.mobilenet_v2(weights=None).eval()
+    torch.save(model.state_dict(), "weights.pth")
+    loaded = imagenet.load("mobilenet_v2", project / "weights.pth")
+    ttnorm.save(ttnorm.convert_(loaded, 0.1), "alpha.safetensors")
+    line = "export mobilenet_v2 alpha.safetensors out.pt2 --shape 3,32,32 --weights weights.pth"
+    result = run(*line.split())
+    assert result.exit_code == 0, result.output
+    assert (project / "out.pt2").is_file()
 
 
 def test_export_says_when_the_network_does_not_take_the_shape(alpha_file):

@@ -138,6 +138,16 @@ def test_a_fused_network_can_remember_a_stream():
         torch.testing.assert_close(fused(x), plain(x))
 
 
+@pytest.mark.parametrize("source_count", [0.0, 2.0])
+@torch.no_grad()
+def test_a_fused_network_can_be_exported(source_count):
+    model = settle(WideResNet(10, 1, 10))
+    fused = ttnorm.fuse(ttnorm.convert_(model, ttnorm.alphas(model), source_count=source_count))
+    program = ttnorm.to_exported_program(fused, torch.rand(2, 3, 32, 32)).module()
+    x = torch.rand(5, 3, 32, 32)
+    torch.testing.assert_close(program(x), model(x), atol=1e-4, rtol=1e-4)
+
+
 def test_names_that_run_into_each_other_are_kept_apart():
     class Alike(nn.Module):
         def __init__(self):

@@ -47,6 +47,18 @@ class TestIsolated:
                 assert small_network[1].group_size == 2
             assert small_network[1].group_size == 4
 
+    def test_callers_that_come_and_go_in_any_order_stay_apart(self, small_network, images):
+        """As threads do."""
+        ttnorm.convert_(small_network, alpha=0.6)
+        first, second = (ttnorm.isolated(small_network, 2) for _ in range(2))
+        with first:
+            expected = small_network(images)
+            second.__enter__()
+        assert torch.equal(small_network(images), expected)
+        second.__exit__(None, None, None)
+        assert small_network[1].group_size is None
+        assert "_group_sizes" not in small_network[1].__dict__
+
     @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"clips": x}, lambda x: [x]])
     def test_layers_that_see_other_samples_than_the_model_are_an_error(self, wrap):
         """Frames folded into the batch: groups of rows are not groups of the caller's samples."""

@@ -240,3 +240,11 @@ def test_frames_after_the_streams_of_others_count_as_use(network):
         None: 2,
         "yard": 1,
     }
+
+
+def test_a_stream_that_has_to_be_forgotten_is_told_of_once(network, caplog):
+    ttnorm.stream_(network, memory="pool", max_streams=2)
+    for camera in ("a", "b", "c", "d"):
+        with ttnorm.streams(network, [camera]):
+            network(frames(1))
+    assert caplog.text.count("is forgotten, for there are more than max_streams=2") == 1

@@ -2,12 +2,15 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from ttnorm import PostTrainConfig, optimise_alpha, post_train_
+from ttnorm import PostTrainConfig, StreamConfig, optimise_alpha, post_train_
+from ttnorm.posttrain_config import as_json
 
 
 class TestWrongLoadersAndLosses:
@@ -61,11 +64,27 @@ class TestWrongLoadersAndLosses:
                 torch.zeros(8, 1).long(),
                 r"shape \(8, 1\) and the output \(8, 4\), expected .*\(8,\)",
             ),
+            (torch.ones(8, 4), "are not how likely each class is.*BCEWithLogitsLoss"),
+            (torch.tensor([1.0, 1.0, -1.0, 0.0]).expand(8, 4), "at least 0 and add up to 1"),
         ],
     )
     def test_labels_that_do_not_fit(self, small_network, labels, message):
         with pytest.raises(ValueError, match=message):
             post_train_(small_network, [(self.X, labels)])
+
+    def test_numbers_to_predict(self, small_network):
+        with pytest.raises(TypeError, match=r"Labels are torch.float32, expected classes.*loss="):
+            post_train_(small_network, [(self.X, self.Y.float())])
+
+    def test_a_data_set_in_the_place_of_a_loader(self, small_network):
+        samples = TensorDataset(self.X, self.Y)
+        with pytest.raises(ValueError, match=r"one sample, as a data set does. Pass .*DataLoader"):
+            post_train_(small_network, samples)
+
+    @pytest.mark.parametrize("wrong", [Tensor.numpy, Tensor.double, lambda x: x[:3]])
+    def test_an_augmentation_that_gives_something_else(self, small_network, wrong):
+        with pytest.raises(TypeError, match=r"The augmentation returned .*expected torch.float32"):
+            post_train_(small_network, [(self.X, self.Y)], augment=lambda x, _: wrong(x))
 
     def test_a_loss_per_sample(self, small_network):
         loss = functools.partial(F.cross_entropy, reduction="none")
@@ -108,6 +127,14 @@ class TestConfigErrors:
     def test_wrong_values_are_named(self, field, value):
         with pytest.raises(ValueError, match=f"{field} is .*expected"):
             PostTrainConfig(**{field: value})
+
+    def test_numpy_s_numbers_are_numbers(self):
+        given = {"epochs": np.int64(2), "init": np.float32(0.5), "seed": np.int32(1)}
+        config = PostTrainConfig(**given, early_stop=np.float64(0.5), steps_per_epoch=np.int64(3))
+        assert as_json(config)["epochs"] == 2
+        assert StreamConfig(window=np.int64(9), slots=np.int64(3)) == StreamConfig(
+            window=9, slots=3
+        )
 
     def test_early_stop_without_a_prior_to_watch(self):
         with pytest.raises(ValueError, match=r"early_stop is 0.01, expected None"):

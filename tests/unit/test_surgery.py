@@ -3,10 +3,12 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from timm.layers import BatchNormAct2d
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torchvision.ops import FrozenBatchNorm2d
 
 import ttnorm
@@ -147,10 +149,16 @@ def test_a_layer_built_as_ttnorm_reverts_to_batchnorm():
         assert type(ttnorm.revert_(nn.Sequential(kind(3, alpha=0.5)))[0]) is expected
 
 
+def test_alpha_may_be_a_number_of_numpy_s(small_network):
+    ttnorm.convert_(small_network, np.float32(0.25))
+    assert ttnorm.alphas(small_network)["1"].unique().tolist() == [0.25]
+
+
 def test_names_ignore_wrappers(small_network):
     ttnorm.convert_(small_network, alpha=0.1)
     assert list(ttnorm.alphas(nn.DataParallel(small_network))) == ["1", "4"]
     assert list(ttnorm.alphas(torch.compile(small_network))) == ["1", "4"]
+    assert list(ttnorm.alphas(AveragedModel(small_network))) == ["1", "4"]
     inside = nn.Sequential(nn.Identity(), torch.compile(small_network))
     assert list(ttnorm.alphas(inside)) == ["1.1", "1.4"]
 

@@ -11,7 +11,7 @@ import typer
 from .. import artefact
 from ..export import to_exported_program, to_onnx
 from . import inputs
-from .options import Network
+from .options import Network, Weights
 from .printing import console, print_alpha_file
 
 
@@ -25,6 +25,7 @@ def export(
     alpha: Annotated[Path, typer.Argument(help="The network's alpha file.")],
     output: Annotated[Path, typer.Argument(help="NAME.onnx, or NAME.pt2 for torch.export.")],
     shape: Annotated[str, typer.Option(help="One sample's shape, e.g. 3,224,224.")],
+    weights: Weights = None,
     opset: Annotated[int, typer.Option(help="ONNX operator set, 17 or newer.")] = 18,
 ) -> None:
     """Write an adapting network as ONNX or as an exported program, for any batch size."""
@@ -34,7 +35,7 @@ def export(
     sizes = shape.split(",")
     if not all(size.strip().isdigit() and int(size) for size in sizes):
         raise ValueError(f"--shape is {shape!r}, expected whole numbers such as 3,224,224.")
-    model = artefact.load_(inputs.network(network), alpha).eval()
+    model = artefact.load_(inputs.network(network, weights=weights), alpha).eval()
     example = torch.rand(2, *map(int, sizes))
     try:
         model(example)

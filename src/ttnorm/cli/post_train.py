@@ -14,6 +14,7 @@ import torch.distributed as dist
 import typer
 
 from .. import artefact
+from ..augment import prior_shift
 from ..data.loader import DeviceLoader
 from ..distributed import rank, world_size
 from ..posttrain import post_train_
@@ -42,6 +43,16 @@ def post_train(
     skip_bad: SkipBad = False,
     loss: Annotated[
         str, typer.Option(help="MODULE:FUNCTION, called as loss(output, y); cross-entropy if none.")
+    ] = "",
+    augment: Annotated[
+        str,
+        typer.Option(
+            help="MODULE:FUNCTION, called as augment(images, generator): the shift to fit alpha "
+            "under; ours if none."
+        ),
+    ] = "",
+    prior_augment: Annotated[
+        str, typer.Option(help="Likewise, the shift that the prior is measured with.")
     ] = "",
     mean: Annotated[
         str, typer.Option(help="What the loader subtracts, e.g. 0.485,0.456,0.406.")
@@ -141,7 +152,8 @@ def post_train(
             source,
             config,
             loss=inputs.resolve(loss) if loss else None,
-            augment=inputs.augment(dataset, shift, images),
+            augment=inputs.resolve(augment) if augment else inputs.augment(dataset, shift, images),
+            prior_augment=inputs.resolve(prior_augment) if prior_augment else prior_shift,
             mean=inputs.floats(mean),
             std=inputs.floats(std),
             checkpoint=checkpoint,

@@ -28,8 +28,10 @@ def print_alpha_file(path: Path) -> None:
         soft_wrap=True,
     )
     if metadata["config"]:
+        # which may have been given another since
+        config = metadata["config"] | {"source_count": metadata.get("source_count", 0.0)}
         console.print(
-            "  ".join(f"{key}={value}" for key, value in metadata["config"].items()),
+            "  ".join(f"{key}={value}" for key, value in config.items()),
             style="dim",
             markup=False,
         )
