@@ -54,19 +54,21 @@ def simulated(x: Tensor) -> dict[str, Tensor]:
 
 def for_validation(x: Tensor) -> dict[str, Tensor]:
     """Speckled, blurred, saturated and spattered: what ImageNet-C's authors set aside for choosing,
-    at the severity that is scored, 5, and not among the 15 corruptions that are."""
+    at the severity that is scored, 5, and not among the 15 corruptions that are.
+
+    As with those, parameters are ImageNet-C's, in pixels, whatever the size of the images.
+    """
     generator = torch.Generator(x.device).manual_seed(0)
     noise = torch.randn(x.shape, generator=generator, device=x.device)
-    width = x.shape[-1] / 224  # their pixels
     hsv = rgb_to_hsv(x)
     hsv[:, 1] = (20 * hsv[:, 1] + 0.2).clamp(0, 1)
-    wet = _blurred(0.67 + 0.4 * noise[:, :1], width) > 0.65
-    mud = _blurred(wet.to(x), 1.5 * width)
+    wet = _blurred(0.67 + 0.4 * noise[:, :1], 1) > 0.65
+    mud = _blurred(wet.to(x), 1.5)
     mud = torch.where(mud < 0.8, 0, mud)
     brown = x.new_tensor([63, 42, 20]).view(-1, 1, 1) / 255
     return {
         "speckled": (x + 0.6 * x * noise).clamp(0, 1),
-        "blurred": _blurred(x, 6 * width),
+        "blurred": _blurred(x, 6),
         "saturated": hsv_to_rgb(hsv).clamp(0, 1),
         "spattered": x * (1 - mud) + brown * mud,
     }

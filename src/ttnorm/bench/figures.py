@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
@@ -39,6 +40,11 @@ _THICK = ("TTN", "TTN (stream)")
 _LINES = {"": "o-", "TENT": "^--", "SWR": "s:", "CoTTA": "D-.", "online": "v-."}
 _LINES |= {METHOD_NAMES["sliding"]: "x-."}
 _NORM_LINES = {"AdaptiveBN": "P-", "α-BN": "X-", "EMA": "*-", "TTN (stream, one pool)": "o--"}
+# Tol's muted colours and two greys, for CamVid's classes in their order
+_MASKS = (
+    "#88ccee", "#dddddd", "#882255", "#555555", "#ddcc77", "#117733",
+    "#cc6677", "#999933", "#332288", "#aa4499", "#44aa99",
+)  # fmt: skip
 
 
 def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: str) -> Figure:
@@ -177,10 +183,10 @@ def scenes(rows: Mapping[str, Tensor], classes: Sequence[str], title: str) -> Fi
     Args:
         rows: "input" are frames, uint8 (N, 3, H, W); others are masks of classes (N, H, W), and
             VOID is black.
-        classes: their names.
+        classes: their names, 11 at most.
         title: of the whole.
     """
-    palette = matplotlib.colormaps["tab20"](np.arange(len(classes)))[:, :3]
+    palette = to_rgba_array(_MASKS[: len(classes)])[:, :3]
     colours = np.concatenate([palette, np.zeros((256 - len(classes), 3))])
     count = len(next(iter(rows.values())))
     figure = Figure(figsize=(2.6 * len(rows), 2.0 * count + 0.6), layout="constrained")

@@ -102,6 +102,7 @@ class Source:
         batch_size: likewise.
         config: of `PostTrainConfig`, what is not as for CIFAR.
         augment: the shift that alpha is optimised under; `domain_shift` by default.
+        prior: of `prior_shift`, what is not as for CIFAR.
     """
 
     read: Callable[[], Images]
@@ -111,6 +112,7 @@ class Source:
     batch_size: int = 200
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     augment: Augment | None = None
+    prior: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def train(self) -> Images:
@@ -175,7 +177,8 @@ def _check_config(path: Path, config: PostTrainConfig) -> None:
 def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpoint: Path) -> None:
     config = _config(variant, source, seed)
     clean = DeviceLoader(*source.train, source.batch_size, seed)
-    shift: Augment = partial(prior_shift, **variant.prior) if variant.prior else prior_shift
+    options = {**source.prior, **variant.prior}
+    shift: Augment = partial(prior_shift, **options) if options else prior_shift
     if variant.prior_corruption is not None:
         shift = partial(_corrupted, corruption=variant.prior_corruption, textures=source.textures)
     if variant.corruption is None:
