@@ -48,8 +48,8 @@ class StreamConfig:
         for name in ("window", "source"):  # a NumPy number does not go into files
             object.__setattr__(self, name, float(getattr(self, name)))
         if not self.window >= 1:  # NaN is neither
-            raise ValueError(f"window is {self.window:g}, expected at least 1.")
+            raise ValueError(f"window is {self.window}, expected at least 1.")
         for name in ("buckets", "slots", "max_streams"):
             object.__setattr__(self, name, check_whole(name, getattr(self, name), at_least=1))
         if not self.source > 0:
-            raise ValueError(f"source is {self.source:g}, expected a positive number.")
+            raise ValueError(f"source is {self.source}, expected a positive number.")
