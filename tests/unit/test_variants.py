@@ -61,6 +61,12 @@ def test_every_variant_can_be_fitted_and_is_its_own(fit, name, source):
         assert not torch.equal(alpha, fit("default")[1])
 
 
+def test_a_source_s_own_shift_for_the_prior_is_a_variant_s_too(fit, source):
+    strong = dataclasses.replace(source, prior=VARIANTS["prior-strong"].prior)
+    _, expected, _ = fit("prior-strong")
+    assert torch.equal(fit("default", source=strong)[1], expected)
+
+
 def test_averages_are_those_of_the_default(fit):
     alpha, layers, constant = (fit(n)[1] for n in ("default", "layer-mean", "constant-mean"))
     assert torch.allclose(constant, alpha.mean().expand_as(alpha))
