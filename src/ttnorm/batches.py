@@ -54,8 +54,12 @@ def cross_entropy(output: Any, y: Tensor) -> Tensor:
             "a loss of your own, such as loss=lambda output, y: cross_entropy(output['out'], y)."
         )
     if y.shape == output.shape:
-        if y.is_cpu:  # a GPU would have to be waited for
-            _check_chances(y)
+        if y.is_cpu and not are_chances(y):  # a GPU would have to be waited for
+            raise ValueError(
+                f"Labels have the output's shape, {tuple(y.shape)}, and are not how likely each "
+                "class is: those are at least 0 and add up to 1. Pass the loss that the network "
+                "was trained with, such as loss=torch.nn.BCEWithLogitsLoss()."
+            )
         return F.cross_entropy(output, y.to(output.dtype))
     if y.shape != (len(output), *output.shape[2:]):
         raise ValueError(
@@ -75,19 +79,11 @@ def cross_entropy(output: Any, y: Tensor) -> Tensor:
     return F.cross_entropy(output, y.long())
 
 
-def _check_chances(y: Tensor) -> None:
-    """Raise where labels of the output's shape do not say how likely each class is."""
-    total = y.double().sum(1)
-    if (
-        y.shape[1] == 1
-        or bool((y < 0).any())
-        or not torch.allclose(total, torch.ones_like(total), atol=1e-3)
-    ):
-        raise ValueError(
-            f"Labels have the output's shape, {tuple(y.shape)}, and are not how likely each class "
-            "is: those are at least 0 and add up to 1. Pass the loss that the network was trained "
-            "with, such as loss=torch.nn.BCEWithLogitsLoss()."
-        )
+def are_chances(y: Tensor) -> bool:
+    """Whether labels of the output's shape say how likely each class is, of several."""
+    total = y.float().sum(1)
+    whole = torch.allclose(total, torch.ones_like(total), atol=1e-3)
+    return whole and y.shape[1] > 1 and bool((y >= 0).all())
 
 
 def scalar(loss: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .batches import Loader, batches, describe
+from .batches import Loader, are_chances, batches, describe
 from .float64 import in_float64
 from .functional import Moments
 from .layers import TTNormBase
@@ -176,10 +176,7 @@ def _labels(output: Any, y: Tensor) -> Tensor | None:
     if not isinstance(output, Tensor) or output.dim() != 2:
         return None
     if y.shape == output.shape:
-        likely = bool((y >= 0).all()) and torch.allclose(
-            y.float().sum(1), torch.ones(()).to(y.device)
-        )
-        return y.argmax(1) if likely else None  # how likely each class is, or numbers to predict
+        return y.argmax(1) if are_chances(y) else None  # or numbers to predict
     if y.shape != (len(output),) or y.is_floating_point() or y.max() >= output.shape[1]:
         return None
     return y

@@ -215,9 +215,8 @@ def isolated(model: M, group_size: int) -> Iterator[M]:
 def _leave_group(layer: nn.Module, size: int) -> None:
     """Have a layer the group size of those that still isolate it, or the one from before."""
     before, *sizes = layer.__dict__.pop("_group_sizes")
-    sizes.reverse()
-    sizes.remove(size)  # the last of them: who leaves first of several alike makes no difference
-    sizes.reverse()
+    last = max(place for place, one in enumerate(sizes) if one == size)
+    del sizes[last]  # who leaves first of several alike makes no difference
     if sizes:
         layer.__dict__["_group_sizes"] = [before, *sizes]
     if isinstance(layer, TTNormBase):  # and was not reverted inside

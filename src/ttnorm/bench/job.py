@@ -93,10 +93,9 @@ class Domains:
 
     def subset(self, count: int) -> Domains:
         """The first `count` images of every domain."""
-        if not 1 <= count <= len(self.labels):
-            raise ValueError(f"The subset is {count} images, expected 1 to {len(self.labels)}.")
+        labels = first_labels(self.labels, count)
         images = {domain: x[:count] for domain, x in self.images.items()}
-        return dataclasses.replace(self, images=images, labels=self.labels[:count])
+        return dataclasses.replace(self, images=images, labels=labels)
 
     def to(self, device: str) -> Domains:
         """On the device; or where they are, if they took more than half of what a GPU has free.
@@ -109,6 +108,13 @@ class Domains:
                 return self
         images = {domain: x.to(device) for domain, x in self.images.items()}
         return dataclasses.replace(self, images=images, labels=self.labels.to(device))
+
+
+def first_labels(labels: Tensor, count: int | None) -> Tensor:
+    """Those of the first `count` images, or of all; raises if there are not that many."""
+    if count is not None and not 1 <= count <= len(labels):
+        raise ValueError(f"The subset is {count} images, expected 1 to {len(labels)}.")
+    return labels[:count]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

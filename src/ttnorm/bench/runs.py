@@ -17,7 +17,7 @@ from ..data.corruptions import CORRUPTIONS
 from ..data.imagenet import CLASSES, Preprocessing, load_imagenet, load_imagenet_c, usable_files
 from ..data.images import Images
 from ..models import zoo
-from .job import Domains, Network, check_labels
+from .job import Domains, Network, check_labels, first_labels
 
 BYTES_AT_ONCE = 8 * 2**30  # of images; a corruption of ImageNet-C has 7.5 GB of them
 
@@ -139,7 +139,7 @@ def stored_domains(
     return StoredDomains(
         dataset=name if clean else f"{name}-c",
         severity=0 if clean else severity,
-        labels=_first(labels, subset),
+        labels=first_labels(labels, subset),
         size=size,
         readers=readers,
     )
@@ -155,12 +155,6 @@ def check_folder(folder: Path | None, clean: bool) -> Path:
             "ones or what ttnorm corrupt wrote, or with ImageNet-C."
         )
     return folder
-
-
-def _first(labels: Tensor, subset: int | None) -> Tensor:
-    if subset is not None and not 1 <= subset <= len(labels):
-        raise ValueError(f"The subset is {subset} images, expected 1 to {len(labels)}.")
-    return labels[:subset]
 
 
 def _from_pictures(
