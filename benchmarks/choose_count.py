@@ -3,12 +3,14 @@
 python benchmarks/choose_count.py CIFAR_FOLDER [--network wrn40_2-cifar10] [--device cuda]
 
 Alpha is fitted in large batches, and tiny ones say less than it takes them to: B / (B + source) of
-it is left. For each number: errors of the shipped alpha on training images in six
+it is left. For each number: errors of the shipped alphas on training images in six
 simulated domains (source_data.py) at every batch size. 0 is plain TTN. No test image and no
 corruption that is scored is looked at.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import measure
 from source_data import error, held_out, simulated
@@ -24,12 +26,11 @@ def main() -> None:
     args = measure.source_data_parser(__doc__, images=400).parse_args()
     _, images, labels = held_out(args)
     domains = simulated(images)
-    alpha_file = zoo.alpha_files(args.network)["ttn"]
     records = []
-    for source in SOURCE:
+    for kind, source in itertools.product(("ttn", "strong"), SOURCE):
         errors: dict[str, dict[int, float]] = {name: {} for name in domains}
         model = zoo.load(args.network, args.device)
-        ttnorm.load_(model, alpha_file, source_count=source)
+        ttnorm.load_(model, zoo.alpha_files(args.network)[kind], source_count=source)
         for size in BATCH_SIZES:
             for name, x in domains.items():
                 errors[name][size] = error(model, x, labels, size)
@@ -38,6 +39,7 @@ def main() -> None:
             {
                 "choice": "ttn-counted, source",
                 "value": source,
+                "alpha": kind,
                 "network": args.network,
                 "images": args.images,
                 "error by batch size": errors,

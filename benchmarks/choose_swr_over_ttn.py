@@ -20,8 +20,10 @@ from ttnorm.methods.swr import gradient_agreement, swr
 from ttnorm.models import zoo
 
 BATCH_SIZES = (200, 64, 16)
-RATES = (1e-4, 5e-5)
-STRENGTHS = (10.0, 40.0, 160.0)
+SETTINGS = (  # learning rate and strength
+    *itertools.product((5e-5, 1e-4), (10.0, 40.0, 160.0)),
+    *itertools.product((2e-4, 5e-4), (40.0, 160.0, 640.0)),
+)
 
 
 def main() -> None:
@@ -30,7 +32,7 @@ def main() -> None:
     weights = gradient_agreement(zoo.load(args.network, args.device), loader)
     domains = simulated(images)
     records = []
-    for batch_size, rate, strength in itertools.product(BATCH_SIZES, RATES, STRENGTHS):
+    for batch_size, (rate, strength) in itertools.product(BATCH_SIZES, SETTINGS):
         model = zoo.load(args.network, args.device)
         ttnorm.load_(model, zoo.alpha_files(args.network)["ttn"])
         method = swr(model.eval(), batch_size, weights=weights, lr=rate, strength=strength)

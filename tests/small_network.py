@@ -40,10 +40,10 @@ def domains(count: int = 50, names: tuple[str, ...] = ("dark", "light", "red")) 
 
 
 def tested(folder) -> Network:
-    """The network with its two alpha files, of random alphas."""
+    """The network with an alpha file of every kind, of random alphas."""
     g = torch.Generator().manual_seed(2)
     files = {}
-    for kind in ("ttn", "dynamic"):
+    for kind in ("ttn", "dynamic", "strong"):
         model = surgery.convert_(network(), 0.5)
         for alpha in surgery.alphas(model).values():
             alpha.copy_(torch.rand(alpha.shape, generator=g))

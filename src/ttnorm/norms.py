@@ -120,7 +120,7 @@ class Norm:
     Args:
         function: see the head of this file.
         options: its keyword arguments; they go into every record.
-        alpha_file: the kind of alpha file it needs: "ttn", "dynamic" or none.
+        alpha_file: the kind of alpha file it needs: see `models.zoo.alpha_files`.
         per_sample: whether an image's prediction is the same at every batch size.
         remembers: whether it has a memory of the stream: see `stream`.
     """
@@ -143,7 +143,7 @@ NORMS: dict[str, Norm] = {
     "ttn": Norm(function=ttn, alpha_file="ttn"),
     "ttn-scaled": Norm(function=ttn, options={"scale": 0.4}, alpha_file="ttn"),
     # benchmarks/choose_count.py
-    "ttn-counted": Norm(function=ttn, options={"source": 2.0}, alpha_file="ttn"),
+    "ttn-counted": Norm(function=ttn, options={"source": 2.0}, alpha_file="strong"),
     "ttn-dynamic": Norm(function=ttn, alpha_file="dynamic"),
     **{
         name: Norm(

@@ -303,7 +303,7 @@ def test_a_record_says_how_a_method_was_set(network, tmp_path):
     evaluate(network, small_network.domains(), jobs, RecordFile(path))
     settings = {(r["norm"], r["scenario"]): r["config"]["method"] for r in read_records([path])}
     assert settings == {
-        ("tbn", "single"): {"lr": 1e-3, "window": 200},
+        ("tbn", "single"): {"lr": 1e-4, "window": 200},
         ("tbn", "mixed"): {"lr": 1e-4, "window": 200},
         ("ttn", "single"): {"lr": 5e-5, "window": 200},
     }

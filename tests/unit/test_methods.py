@@ -111,11 +111,16 @@ def test_predictions_of_pixels_count_alike(name):
     ("method", "setting", "expected"),
     [
         ("tent", Setting(), {"lr": 1e-3}),
+        ("tent", Setting(batch_size=64), {"lr": 1e-4}),
         ("tent", Setting(scenario="continual"), {"lr": 1e-4}),
+        ("tent", Setting(batch_size=16, norm="ttn"), {"lr": 5e-5}),
+        ("tent", Setting(scenario="mixed", norm="ttn"), {"lr": 5e-6}),
         ("tent", Setting(task="imagenet"), {"lr": 2.5e-4, "momentum": 0.9, "window": 64}),
         ("tent", Setting(task="imagenet", norm="ttn"), {"lr": 5e-6, "momentum": 0.9, "window": 64}),
         ("tent", Setting(task="segmentation", batch_size=2), {"lr": 1e-6, "window": 2}),
         ("swr", Setting(), {"lr": 1e-3, "stable": False}),
+        ("swr", Setting(batch_size=16), {"lr": 1e-4, "stable": False}),
+        ("swr", Setting(norm="ttn"), {"lr": 1e-4, "stable": False, "strength": 40.0}),
         ("swr", Setting(scenario="mixed"), {"lr": 5e-5, "stable": True}),
         (
             "swr",
@@ -129,7 +134,7 @@ def test_predictions_of_pixels_count_alike(name):
         ),
     ],
 )
-def test_settings_are_the_papers(method, setting, expected):
+def test_settings_are_the_papers_or_chosen(method, setting, expected):
     assert METHODS[method].settings(setting) == expected
 
 

@@ -157,7 +157,7 @@ def test_shipped_networks_come_with_their_recipe_and_alpha_files(name, limit):
     assert metadata["config"] == dataclasses.asdict(TrainConfig())
     assert metadata["fingerprint"] == fingerprint(model)
     files = zoo.alpha_files(name)
-    for kind, batch in (("ttn", None), ("dynamic", [4, 200])):
+    for kind, batch in (("ttn", None), ("dynamic", [4, 200]), ("strong", None)):
         ttnorm.load_(model, files[kind])  # refuses a file of another network
         config = artefact.read(files[kind]).metadata["config"]
         paper = dataclasses.asdict(ttnorm.PostTrainConfig()) | {"dynamic_batch": batch}

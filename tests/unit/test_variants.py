@@ -8,7 +8,7 @@ import torch
 
 from ttnorm import artefact
 from ttnorm.bench.records import variant_of
-from ttnorm.bench.variants import VARIANTS, Source, fit_variant
+from ttnorm.bench.variants import OF_KIND, VARIANTS, Source, fit_variant
 from ttnorm.data.images import Images
 from ttnorm.models import zoo
 
@@ -86,10 +86,10 @@ def test_another_seed_is_another_alpha(fit):
     assert not torch.equal(fit("default", 0)[1], fit("default", 1)[1])
 
 
-def test_shipped_files_are_the_default_and_the_dynamic_of_seed_0(tmp_path):
+def test_shipped_files_are_variants_of_seed_0(tmp_path):
     """And no training image is looked at for them."""
     source = Source(lambda: pytest.fail("read"))  # 30 epochs
-    for name, kind in (("default", "ttn"), ("dynamic", "dynamic")):
+    for kind, name in OF_KIND.items():
         path = fit_variant(name, "wrn40_2-cifar10", None, source, 0, tmp_path)
         assert path == zoo.alpha_files("wrn40_2-cifar10")[kind]
         assert variant_of(record_with(path)) == (name, 0)

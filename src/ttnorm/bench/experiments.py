@@ -10,6 +10,7 @@ from ..data.corruptions import CORRUPTIONS
 from ..norms import norm_named
 from .job import Job
 from .paper import BATCH_SIZES
+from .variants import OF_KIND
 
 Row = tuple[str, str]  # norm and method
 
@@ -22,6 +23,7 @@ SMALL = 10  # a batch whose streams are divided
 DIVIDED = ("mixed", "alternating")  # scenarios, by what their names begin with
 FIRST = 1000  # images of a domain, which then stand for all of them
 STREAMS: tuple[Row, ...] = tuple((norm, "none") for norm in ("ttn-stream", "ttn-pool", "ema"))
+COUNTED: Row = ("ttn-counted", "none")  # not in the paper
 METHODS: tuple[Row, ...] = tuple(
     (norm, method) for method in ("tent", "swr") for norm in ("tbn", "ttn")
 )
@@ -56,27 +58,27 @@ class Experiment:
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "table1": Experiment(title="single domain", rows=NORMS + METHODS, datasets=BOTH),
+    "table1": Experiment(title="single domain", rows=(*NORMS, COUNTED, *METHODS), datasets=BOTH),
     "table2": Experiment(
         title="continual",
-        rows=(("source", "none"), ("ttn", "none"), *METHODS, ("tbn", "cotta")),
+        rows=(("source", "none"), ("ttn", "none"), COUNTED, *METHODS, ("tbn", "cotta")),
         datasets=BOTH,
         scenarios=("continual",),
     ),
     "table3": Experiment(
         title="mixed",
-        rows=NORMS + METHODS,
+        rows=(*NORMS, COUNTED, *METHODS),
         datasets=BOTH,
         scenarios=("mixed",),
     ),
     "table4": Experiment(
         title="source domain",
-        rows=(("source", "none"), ("tbn", "none"), ("ttn", "none"), *METHODS),
+        rows=(("source", "none"), ("tbn", "none"), ("ttn", "none"), COUNTED, *METHODS),
         scenarios=("source",),
     ),
     "table5": Experiment(
         title="class-sorted",
-        rows=(("source", "none"), ("tbn", "none"), ("ttn", "none")),
+        rows=(("source", "none"), ("tbn", "none"), ("ttn", "none"), COUNTED),
         scenarios=("class-sorted",),
     ),
     "table6": Experiment(
@@ -112,7 +114,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         rows=(
             ("ttn", "none"),
             ("ttn-scaled", "none"),
-            ("ttn-counted", "none"),
+            COUNTED,
             ("ttn-dynamic", "none"),
             ("ttn", "ttn-online"),
         ),
@@ -144,7 +146,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         title="strength of the prior's shift", variants=("default", "prior-strong"), datasets=BOTH
     ),
     "mixed-pairs": Experiment(
-        title="two domains in every batch", rows=NORMS, datasets=BOTH, scenarios=("mixed-pairs",)
+        title="two domains in every batch",
+        rows=NORMS + METHODS,
+        datasets=BOTH,
+        scenarios=("mixed-pairs",),
     ),
     "streams": Experiment(
         title="streams",
@@ -289,7 +294,7 @@ def parts(experiment: Experiment, seeds: int, batch_sizes: Sequence[int] = ()) -
     for dataset in experiment.datasets:
         for norm, method in experiment.rows:
             kind = norm_named(norm).alpha_file
-            variant = {None: None, "ttn": "default", "dynamic": "dynamic"}[kind]
+            variant = None if kind is None else OF_KIND[kind]
             remembers = norm_named(norm).remembers and method == "none"
             jobs = tuple(
                 Job(

@@ -27,7 +27,8 @@ _COLOURS = {
     "MixNorm": "#cc79a7",
     "EMA": "#aa4499",
     "TTN": "#009e73",
-    "TTN (scaled)": "#e69f00",
+    "TTN (scaled)": "#ddcc77",
+    "TTN (stronger prior, by batch size)": "#e69f00",
     "TTN (dynamic)": "#000000",
     "TTN (stream)": "#882255",
     "TTN (stream, one domain)": "#117733",
@@ -40,6 +41,7 @@ _THICK = ("TTN", "TTN (stream)")
 _LINES = {"": "o-", "TENT": "^--", "SWR": "s:", "CoTTA": "D-.", "online": "v-."}
 _LINES |= {METHOD_NAMES["sliding"]: "x-."}
 _NORM_LINES = {"AdaptiveBN": "P-", "α-BN": "X-", "EMA": "*-", "TTN (stream, one pool)": "o--"}
+_NORM_LINES |= {"TTN (stronger prior, by batch size)": "D-"}
 # Tol's muted colours and two greys, for CamVid's classes in their order
 _MASKS = (
     "#88ccee", "#dddddd", "#882255", "#555555", "#ddcc77", "#117733",

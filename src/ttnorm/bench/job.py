@@ -31,7 +31,7 @@ class Network:
     Args:
         name: what records call it.
         model: with BatchNorm layers, taking images in [0, 1]; never changed.
-        alpha_files: its alpha files by kind: "ttn", "dynamic".
+        alpha_files: its alpha files by kind: see `norms.Norm`.
         agreement: of gradients, by parameter, for methods that want it: `gradient_agreement`.
     """
 

@@ -19,7 +19,7 @@ try:
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
-from .variants import VARIANTS
+from .variants import OF_KIND, VARIANTS
 
 Record = dict[str, Any]
 
@@ -182,7 +182,8 @@ def variant_of(record: Record) -> tuple[str, int] | None:
     match = re.fullmatch(rf"{network}\.(.+)\.seed(\d+)", name)
     if match is not None and match[1] in VARIANTS:
         return match[1], int(match[2])
-    return ("dynamic" if re.fullmatch(rf"{network}\.dynamic", name) else "default"), 0
+    match = re.fullmatch(rf"{network}\.(.+)", name)  # as those that are shipped are called
+    return OF_KIND.get(match[1] if match else "ttn", "default"), 0
 
 
 def _cut_torn_line(path: Path) -> None:

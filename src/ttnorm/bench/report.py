@@ -12,7 +12,7 @@ from .. import artefact
 from ..data.corruptions import CORRUPTIONS
 from ..data.segmentation import layout_of
 from . import figures, formats, paper, tables
-from .records import Record, variant_of
+from .records import Record
 from .variants import MOST_UNDER_TRUE
 
 TITLES = {
@@ -31,7 +31,7 @@ TITLES = {
 # A figure shows what the paper compares, and another one what small batches can be met with
 ONLY_IN_TABLES = ("ttn-scaled", "ttn-counted", "ttn-dynamic", "ttn-balanced", "ttn-corrected")
 STREAMS = ("ema", "ttn-pool", "ttn-stream")
-STREAM_AND_OTHERS = ("source", "adaptive-bn", "ttn", *STREAMS)
+STREAM_AND_OTHERS = ("source", "adaptive-bn", "ttn", "ttn-counted", *STREAMS)
 
 
 def write_report(
@@ -140,7 +140,7 @@ def _ablations(page: _Page, records: list[Record], title: str) -> None:
     """Tables of variants of post-training, where there are records of them."""
     dataset = records[0]["dataset"]
     base = title.replace(", ", "-").replace(" ", "-")
-    variants = {v[0] for r in records if (v := variant_of(r))}
+    variants = tables.fitted_variants(records)
     for about, names in tables.ABLATIONS.items():
         if not variants & (names.keys() - {"default"}):
             continue

@@ -29,9 +29,13 @@ def network_under_test(
     dynamic_alpha: Path | None,
     agreement: Mapping[str, float] | None = None,
 ) -> Network:
-    """A network with the alpha files given, and those that are shipped with it."""
+    """A network with the alpha files given, and those that are shipped with it.
+
+    Args:
+        alpha: of all norms but that with the dynamic batch size.
+    """
     files = zoo.alpha_files(name) if name in zoo.NETWORKS else {}
-    given = {"ttn": alpha, "dynamic": dynamic_alpha}
+    given = {"ttn": alpha, "strong": alpha, "dynamic": dynamic_alpha}
     for kind, path in given.items():
         if path is not None:
             if not path.is_file():

@@ -17,7 +17,7 @@ from ..methods import METHODS
 from ..methods.swr import gradient_agreement
 from .experiments import Part
 from .job import Network
-from .variants import Source, fit_variant
+from .variants import OF_KIND, Source, fit_variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Subject:
         files = {}
         if part.variant is not None:
             path = self.alpha_file(part.variant, part.seed)
-            files = {"ttn": path, "dynamic": path}
+            files = dict.fromkeys(OF_KIND, path)
         wanted = any(METHODS[job.method].needs_agreement for job in part.jobs)
         return Network(self.name, self.model, files, self.agreement if wanted else None)
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..data.corruptions import CORRUPTIONS
+from ..norms import NORMS
 from . import paper
 from .cells import Cell, average_of, mean_cell, measure, most_seeds, to_cell
 from .experiments import FIRST, Experiment, is_dear
 from .records import Record, variant_of
+from .variants import OF_KIND
 
 NAMES = {
     "source": "Source (CBN)",
@@ -27,7 +29,7 @@ NAMES = {
     "ema": "EMA",
     "ttn": "TTN",
     "ttn-scaled": "TTN (scaled)",
-    "ttn-counted": "TTN (by batch size)",
+    "ttn-counted": "TTN (stronger prior, by batch size)",
     "ttn-dynamic": "TTN (dynamic)",
     "ttn-stream": "TTN (stream)",
     "ttn-corrected": "TTN (stream, one domain)",
@@ -290,12 +292,12 @@ def by_variant(
     sizes = sorted(set().union(*(ablated or found.values())), reverse=True)
     chosen = [r for by_size in found.values() for size in sizes for r in by_size.get(size, [])]
     domains = {r["domain"] for r in chosen}
-    published = dataset == "cifar10-c" and _as_in_the_paper(chosen)
+    published = _as_in_the_paper(chosen)
     measured = {}
     for variant, name in names.items():
         row = []
         for size in sizes:
-            theirs = paper.variant_error(variant, size) if published else None
+            theirs = paper.variant_error(dataset, variant, size) if published else None
             row.append(measure(found.get(variant, {}).get(size, []), domains, theirs))
         measured[name] = row
     several = len(sizes) > 1
@@ -344,12 +346,17 @@ def of_experiment(experiment: Experiment, records: Iterable[Record]) -> list[Tab
                 found += every_domain(here, dataset, scenario).values()
             if experiment.each_corruption:
                 found.append(by_corruption(here, dataset=dataset, scenario=scenario))
-        variants = {v[0] for r in group if (v := variant_of(r))}
+        variants = fitted_variants(group)
         for title, names in ABLATIONS.items():
             shown = set(experiment.variants) == names.keys() and variants & names.keys()
             if shown and scenario == "single":
                 found.append(by_variant(group, dataset=dataset, names=names, title=title))
     return found
+
+
+def fitted_variants(records: Iterable[Record]) -> set[str]:
+    """The variants of post-training that were scored as the norm "ttn"."""
+    return {v[0] for r in records if r["norm"] == "ttn" and (v := variant_of(r))}
 
 
 def every_domain(records: Sequence[Record], dataset: str, scenario: str) -> dict[int, Table]:
@@ -402,7 +409,9 @@ def _images_of_rows(records: Sequence[Record]) -> dict[tuple[str, str], int]:
 def is_of_its_norm(record: Record) -> bool:
     """Whether its alpha is the one that the norm stands for, and no ablation of it."""
     variant = variant_of(record)
-    return variant is None or variant[0] in ("default", "dynamic")
+    norm = NORMS.get(record["norm"])
+    own = OF_KIND.get(norm.alpha_file or "") if norm else None
+    return variant is None or variant[0] in ("default", "dynamic", own)
 
 
 def _as_in_the_paper(records: Sequence[Record]) -> bool:

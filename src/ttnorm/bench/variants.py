@@ -1,7 +1,7 @@
 """Variants of post-training that the paper's ablations compare, by name.
 
 Each is the default with one thing changed. Alpha files are called NETWORK.VARIANT.seedN; those that
-are shipped with a network are its "default" and "dynamic" of seed 0.
+are shipped with a network, by kind, are variants of seed 0.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..surgery import convert_
 from ..tree import CONFIG, remember_
 
 SEVERITY = 5  # of the corruptions that are taken for augmentation
+OF_KIND = {"ttn": "default", "dynamic": "dynamic", "strong": "prior-strong"}  # of alpha files
 MOST_UNDER_TRUE = 10_000  # training images, the first ones: there are thirty such fits
 
 
@@ -152,10 +153,10 @@ def fit_variant(
 
 def shipped_file(name: str, network: str, seed: int) -> Path | None:
     """The file that came with the library, where it is that very variant."""
-    kind = {"default": "ttn", "dynamic": "dynamic"}.get(name)
-    if kind is None or seed != 0 or network not in zoo.NETWORKS:
+    kinds = [kind for kind, variant in OF_KIND.items() if variant == name]
+    if not kinds or seed != 0 or network not in zoo.NETWORKS:
         return None
-    return zoo.alpha_files(network)[kind]
+    return zoo.alpha_files(network)[kinds[0]]
 
 
 def _config(variant: Variant, source: Source, seed: int) -> PostTrainConfig:

@@ -24,6 +24,16 @@ class Setting:
     task: str = "cifar"
 
     @property
+    def endless(self) -> bool:
+        """Whether the method goes on from one domain to the next."""
+        return self.scenario in ("continual", "mixed", "mixed-pairs")
+
+    @property
+    def large(self) -> bool:
+        """Whether batches are as large as those that the paper names a rate for."""
+        return self.batch_size >= 200
+
+    @property
     def learned(self) -> bool:
         """Whether the norm's alpha was learned."""
         return self.norm.startswith("ttn")

@@ -32,9 +32,6 @@ from .step import (
     optimiser,
 )
 
-# benchmarks/choose_swr_over_ttn.py; the rate is times that over batch statistics
-OVER_TTN = {"lr": 0.1, "strength": 40.0}
-
 
 def swr(
     model: nn.Module,
@@ -163,15 +160,17 @@ def gradient_agreement(
 
 
 def settings(setting: Setting) -> dict[str, Any]:
-    """The TTN paper's, but for rate and strength over a learned alpha on CIFAR."""
+    """The TTN paper's, but for those over a learned alpha on CIFAR, and rates below B = 200."""
     if setting.task == "segmentation":
         return {"lr": 1e-6, "strength": 500.0, "window": setting.batch_size}
     if setting.task == "imagenet":
         lr = 2.5e-4 if setting.batch_size >= 64 else 2.5e-6
         return {"lr": lr, "momentum": 0.9, "window": 64}
-    rates = {"continual": 1e-4, "mixed": 5e-5, "mixed-pairs": 5e-5}
-    options = {"lr": rates.get(setting.scenario, 1e-3), "stable": setting.scenario in rates}
-    if setting.learned:
-        options["lr"] *= OVER_TTN["lr"]
-        options["strength"] = OVER_TTN["strength"]
-    return options
+    if setting.endless:
+        lr = 1e-4 if setting.scenario == "continual" else 5e-5
+        lr *= 0.1 if setting.learned else 1
+    else:
+        lr = 1e-3 if setting.large and not setting.learned else 1e-4
+    options = {"lr": lr, "stable": setting.endless}
+    # benchmarks/choose_swr_over_ttn.py
+    return options | {"strength": 40.0} if setting.learned else options

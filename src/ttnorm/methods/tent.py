@@ -17,10 +17,6 @@ from .step import (
     optimiser,
 )
 
-# The source's statistics do not take back what a step does to a scale, as a batch's would, so that
-# less is enough: benchmarks/choose_learning_rate.py
-OVER_TTN = 0.05  # times the learning rate over batch statistics
-
 
 def tent(
     model: nn.Module,
@@ -66,10 +62,13 @@ def affine_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def settings(setting: Setting) -> dict[str, Any]:
-    """The TTN paper's, but for the rate over a learned alpha on CIFAR (it has none for B < 200)."""
+    """The TTN paper's, but for the rates over a learned alpha on CIFAR, and below B = 200."""
     if setting.task == "segmentation":
         return {"lr": 1e-6, "window": setting.batch_size}
     if setting.task == "imagenet":
         return {"lr": 5e-6 if setting.learned else 2.5e-4, "momentum": 0.9, "window": 64}
-    lr = 1e-4 if setting.scenario in ("continual", "mixed", "mixed-pairs") else 1e-3
-    return {"lr": lr * (OVER_TTN if setting.learned else 1)}
+    if setting.learned:
+        # The source's statistics do not take back what a step does to a scale, as a batch's would,
+        # so that less is enough: benchmarks/choose_learning_rate.py, choose_mixed_rate.py
+        return {"lr": 5e-6 if setting.endless else 5e-5}
+    return {"lr": 1e-3 if setting.large and not setting.endless else 1e-4}

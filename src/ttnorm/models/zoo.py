@@ -41,8 +41,11 @@ def load(name: str, device: str = "cpu") -> WideResNet:
 
 
 def alpha_files(name: str) -> dict[str, Path]:
-    """A shipped network's alpha files: "ttn", with the default settings, and "dynamic", fitted
-    with batch sizes drawn from 4 to 200.
+    """A shipped network's alpha files, by kind.
+
+    "ttn" has the default settings; "dynamic" was fitted with batch sizes drawn from 4 to 200;
+    "strong" after a prior that was measured under a stronger shift: best in large batches, and,
+    with `load_(model, path, source_count=2)`, in small ones.
 
     Example:
         >>> alpha_files("wrn40_2-cifar10")["ttn"].name
@@ -52,6 +55,7 @@ def alpha_files(name: str) -> dict[str, Path]:
     return {
         "ttn": ASSETS / f"{name}.ttn.safetensors",
         "dynamic": ASSETS / f"{name}.dynamic.ttn.safetensors",
+        "strong": ASSETS / f"{name}.strong.ttn.safetensors",
     }
 
 
