@@ -10,7 +10,6 @@ images in each of six simulated domains (source_data.py), all of them in one ran
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 
 import measure
 import torch
@@ -26,22 +25,18 @@ RATES = (1e-4, 5e-5, 2e-5, 5e-6, 0.0)
 
 
 def main() -> None:
-    parser = measure.source_data_parser(__doc__)
-    parser.add_argument("--amp", action="store_true", help="in bfloat16 where that is safe")
-    args = parser.parse_args()
+    args = measure.source_data_parser(__doc__).parse_args()
     _, images, labels = held_out(args)
     domains = simulated(images).values()
     order = torch.randperm(
         len(labels) * len(domains), generator=torch.Generator().manual_seed(0)
     ).to(args.device)
     images, labels = torch.cat([*domains])[order], labels.repeat(len(domains))[order]
-    precision = torch.autocast(args.device, torch.bfloat16) if args.amp else nullcontext()
     records = []
     for batch_size, rate in itertools.product(BATCH_SIZES, RATES):
         model = zoo.load(args.network, args.device)
         ttnorm.load_(model, zoo.alpha_files(args.network)["ttn"])
-        with precision:
-            wrong = error(tent(model.eval(), batch_size, lr=rate), images, labels)
+        wrong = error(tent(model.eval(), batch_size, lr=rate), images, labels)
         records.append(
             {
                 "choice": "tent, lr",
@@ -50,12 +45,11 @@ def main() -> None:
                 "batch size": batch_size,
                 "network": args.network,
                 "mean error": wrong,
-                "amp": args.amp,
                 "device": measure.device_name(args.device),
             }
         )
         print(f"B = {batch_size} {rate:g}: {wrong:.2f}", flush=True)
-        measure.keep(f"mixed_rate.{args.network}", records)
+    measure.keep(f"mixed_rate.{args.network}", records)
 
 
 if __name__ == "__main__":

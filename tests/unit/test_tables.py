@@ -204,6 +204,9 @@ def test_a_table_of_variants_has_the_papers_beside():
     assert rows["λ = 0.1"][0].ours is None
     with pytest.raises(ValueError, match="no records of cifar100-c"):
         tables.by_variant(records, dataset="cifar100-c", names=names, title="lambda")
+    hundred = [r | {"dataset": "cifar100-c"} for r in records]
+    rows = dict(tables.by_variant(hundred, dataset="cifar100-c", names=names, title="lambda").rows)
+    assert (rows["λ = 1"][0].paper, rows["λ = 10"][0].paper) == (35.58, None)
 
 
 def test_the_average_over_one_batch_size_is_left_out():
@@ -221,6 +224,17 @@ def test_what_users_call_their_alpha_files_says_nothing():
     theirs = {"name": "wrn.lambda-10.seed1.ttn.safetensors", "fingerprint": "a"}
     with pytest.raises(ValueError, match="There are no records"):
         table(all_domains("ttn", 200, 5, alpha=theirs))
+
+
+def test_alpha_after_the_stronger_prior_is_the_counted_norms_own_and_an_ablation_of_ttn():
+    strong = {"name": "wrn.strong.ttn.safetensors", "fingerprint": "a"}
+    counted = all_domains("ttn-counted", 200, 5, alpha=strong)
+    plain = all_domains("ttn", 200, 7, alpha=strong)
+    ((name, cells),) = table(counted + plain).rows
+    assert name == "TTN (stronger prior, by batch size)"
+    assert cells[0].ours == 12
+    assert tables.fitted_variants(counted) == set()
+    assert tables.fitted_variants(counted + plain) == {"prior-strong"}
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -40,8 +40,13 @@ _THICK = ("TTN", "TTN (stream)")
 # norms whose colours some readers cannot tell from another's
 _LINES = {"": "o-", "TENT": "^--", "SWR": "s:", "CoTTA": "D-.", "online": "v-."}
 _LINES |= {METHOD_NAMES["sliding"]: "x-."}
-_NORM_LINES = {"AdaptiveBN": "P-", "α-BN": "X-", "EMA": "*-", "TTN (stream, one pool)": "o--"}
-_NORM_LINES |= {"TTN (stronger prior, by batch size)": "D-"}
+_NORM_LINES = {
+    "AdaptiveBN": "P-",
+    "α-BN": "X-",
+    "EMA": "*-",
+    "TTN (stronger prior, by batch size)": "D-",
+    "TTN (stream, one pool)": "o--",
+}
 # Tol's muted colours and two greys, for CamVid's classes in their order
 _MASKS = (
     "#88ccee", "#dddddd", "#882255", "#555555", "#ddcc77", "#117733",
