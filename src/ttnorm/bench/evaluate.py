@@ -39,7 +39,7 @@ def evaluate(
     records: RecordFile,
     *,
     grouped: bool = True,
-    experiment: str | None = None,
+    experiment: str = "evaluate",
 ) -> None:
     """Run the jobs and append a record for every cell that is not on file yet.
 
@@ -62,7 +62,7 @@ def evaluate(
         else:
             found = _score_alone(network, data, together[0], records, known, grouped)
         for record in found:
-            records.append(record | ({"experiment": experiment} if experiment else {}))
+            records.append(record | {"experiment": experiment})
         for plan in together:
             if plan.job.method != "none":
                 gc.collect()  # its network and graphs, which refer to each other

@@ -185,14 +185,7 @@ def evaluate(
     with shards.records(records) as file:
         before = len(file)
         for tests, part, jobs in runs:
-            score(
-                tested,
-                tests.read(part).to(where),
-                jobs,
-                file,
-                grouped=not sequential,
-                experiment="evaluate",
-            )
+            score(tested, tests.read(part).to(where), jobs, file, grouped=not sequential)
     if shards.rank == 0:
         _print_tables(records)
         new = len(read_records([records])) - before
