@@ -1,5 +1,7 @@
 """The report: a page of tables and figures, and a file for each."""
 
+import re
+
 import pytest
 import torch
 from made_records import RECORDS, fitted
@@ -37,15 +39,43 @@ class TestReport:
         assert "| TTN | 55.6 % (36.1 %) | 55.6 % (1.5 %) | 55.6 % (18.8 %) |" in text  # 1 - 12 / 27
         every = text.index("TTN under every corruption, at every batch size:")
         assert "| glass blur | 9.00 (17.87, -8.87) | 9.00 (26.99, -17.99) |" in text[every:]
-        links = [part.split(")")[0] for part in text.split("](")[1:]]
-        assert links
-        assert all((tmp_path / link).is_file() for link in links)
+        pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
+        assert pictures
+        assert all((tmp_path / picture).is_file() for picture in pictures)
+
+    def test_it_begins_with_links_to_its_sections(self, tmp_path):
+        clean = [r | {"dataset": "cifar10", "scenario": "source"} for r in RECORDS]
+        others = [r | {"dataset": "another"} for r in RECORDS]
+        write_report([*clean, *others, *RECORDS], tmp_path)
+        text = (tmp_path / "results.md").read_text()
+        contents = re.findall(r"^- \*\*(.*?)\*\*: \[(.*?)\]\(#(.*?)\)$", text, re.MULTILINE)
+        assert contents == [
+            (
+                "CIFAR-10-C",
+                "Single domain",
+                "cifar-10-c-single-domain-one-corruption-after-another-starting-anew-at-each",
+            ),
+            ("CIFAR-10", "Source", "cifar-10-source-the-clean-test-set"),
+            (
+                "another",
+                "Single domain",
+                "another-single-domain-one-corruption-after-another-starting-anew-at-each",
+            ),
+        ]
+        headings = re.findall("^## (.*)$", text, re.MULTILINE)
+        assert [heading.split(".")[0] for heading in headings] == [name for name, *_ in contents]
+
+    def test_what_reproduce_made_says_how_to_run_it_again(self, tmp_path):
+        write_report([r | {"experiment": "table1"} for r in RECORDS], tmp_path / "ours")
+        assert "`ttnorm reproduce table1 table10" in (tmp_path / "ours" / "results.md").read_text()
+        write_report([r | {"experiment": "evaluate"} for r in RECORDS], tmp_path / "theirs")
+        assert "ttnorm reproduce" not in (tmp_path / "theirs" / "results.md").read_text()
 
     def shares(self, folder, records):
         """Of the source's error, as lines of the page."""
         write_report(records, folder)
-        parts = (folder / "results.md").read_text().split("\n\n")
-        return [part for part in parts if part.startswith("| share of the source's error")]
+        text = (folder / "results.md").read_text()
+        return re.findall("<details><summary>The same as the share.*?</details>", text, re.DOTALL)
 
     def test_constants_and_corruptions_have_gains_as_well(self, tmp_path):
         _, constants, corruptions = self.shares(tmp_path, RECORDS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,19 @@ from .. import artefact
 from ..data.corruptions import CORRUPTIONS
 from ..data.segmentation import layout_of
 from . import figures, formats, paper, tables
+from .experiments import EXPERIMENTS
 from .records import Record
 from .variants import MOST_UNDER_TRUE
 
+# in the order of the page; what else there is comes after them
+DATASETS = {
+    "cifar10-c": "CIFAR-10-C",
+    "cifar100-c": "CIFAR-100-C",
+    "imagenet-c": "ImageNet-C",
+    "camvid": "CamVid",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+}
 TITLES = {
     "single": "Single domain: one corruption after another, starting anew at each",
     "continual": "Continual: one corruption after another, never starting anew",
@@ -23,7 +34,7 @@ TITLES = {
     "class-sorted": "Class-sorted: one corruption after another, each sorted by class",
     "dirichlet": "Dirichlet: one corruption after another, in which classes come and go",
     **{
-        f"alternating-{every}": f"Alternating: a new corruption after every {every} images"
+        f"alternating-{every}": f"Alternating every {every} images: then comes another corruption"
         for every in (10, 50, 200)
     },
     "source": "Source: the clean test set",
@@ -61,34 +72,37 @@ def write_report(
         "sections are explained in ttnorm's docs/method.md."
     )
     together = tables.split(records)
-    for title, scenario in sorted(together, key=lambda pair: (pair[0], _rank(pair[1]))):
+    in_order = sorted(together, key=lambda pair: (*_rank_of_data(pair[0]), _rank(pair[1])))
+    for title, scenario in in_order:
         _section(page, together[title, scenario], title, scenario)
-    for (title, scenario), group in together.items():
+    for title, scenario in in_order:
         if scenario == "single":
-            _ablations(page, group, title)
+            _ablations(page, together[title, scenario], title)
     for name, alpha in alphas.items():
-        page.add(f"## Alpha of {name}")
+        page.section("Alpha", name)
         page.figure(f"alpha-{name}", figures.alpha_by_depth(alpha, name))
     page.write()
     return page.files
 
 
 def _section(page: _Page, records: list[Record], title: str, scenario: str) -> None:
-    page.add(f"## {title}. {TITLES.get(scenario, scenario)}")
+    page.section(_spelt(title), TITLES.get(scenario, scenario))
     dataset = records[0]["dataset"]
+    scored = (n for n, e in EXPERIMENTS.items() if e.rows and scenario in e.scenarios)
+    page.add(_command(records, scored))
     constants = [r for r in records if r["norm"].startswith("constant-")]
     named = [r for r in records if not r["norm"].startswith("constant-")]
     base = f"{title}-{scenario}".replace(", ", "-").replace(" ", "-")
     if named:
+        draw = partial(figures.error_by_batch_size, dataset=dataset, scenario=scenario)
+        hidden = (*ONLY_IN_TABLES, *STREAMS)
+        shown = [r for r in named if r["norm"] not in hidden and r["method"] != "sliding"]
+        page.figure(base, draw(shown or named))
         table = tables.by_batch_size(named, dataset=dataset, scenario=scenario)
         page.table(base, table)
         page.add(_gains(table, named))
         if table.higher or any(c.paper is not None for _, cells in table.rows for c in cells):
             page.add(paper.ERRATA.get((scenario, dataset), ""))
-        draw = partial(figures.error_by_batch_size, dataset=dataset, scenario=scenario)
-        hidden = (*ONLY_IN_TABLES, *STREAMS)
-        shown = [r for r in named if r["norm"] not in hidden and r["method"] != "sliding"]
-        page.figure(base, draw(shown or named))
         if "ttn-stream" in {r["norm"] for r in named}:
             shown = [r for r in named if _meets_small_batches(r)]
             page.add("With and without a memory of the stream:")
@@ -144,13 +158,16 @@ def _ablations(page: _Page, records: list[Record], title: str) -> None:
     for about, names in tables.ABLATIONS.items():
         if not variants & (names.keys() - {"default"}):
             continue
-        page.add(f"## {title}. {about}")
+        page.section(_spelt(title), about)
+        fitted = (n for n, e in EXPERIMENTS.items() if set(e.variants) == names.keys())
+        page.add(_command(records, fitted))
         table = tables.by_variant(records, dataset=dataset, names=names, title=about)
         page.table(f"{base}-{about.split(':')[0].lower()}", table)
         page.add(_gains(table, records))
     for what, name in (("prior", "the prior"), ("alpha", "optimising alpha")):
         if any(f"{what}-{c}" in variants for c in CORRUPTIONS):
-            page.add(f"## {title}. True corruptions as augmentation for {name}")
+            page.section(_spelt(title), f"True corruptions as augmentation for {name}")
+            page.add(_command(records, ["figure5"]))
             few = f"the first {MOST_UNDER_TRUE:,} training images"
             page.add(f"Alpha was fitted to {few} here; the default's, in the last column, to all.")
             figure = figures.corruption_by_corruption(records, dataset=dataset, what=what)
@@ -166,7 +183,7 @@ def _gains(table: tables.Table, records: Sequence[Record]) -> str:
     source = {name: tables.source_error(records, table.domains[name]) for name in rows}
     if table.higher or all(before.ours is None for before in source.values()):
         return ""
-    lines = ["| share of the source's error that is removed | " + " | ".join(table.columns) + " |"]
+    lines = ["| | " + " | ".join(table.columns) + " |"]
     lines.append("|---" * (len(table.columns) + 1) + "|")
     for name, cells in rows.items():
         texts, before = [], source[name]
@@ -174,15 +191,46 @@ def _gains(table: tables.Table, records: Sequence[Record]) -> str:
             ours, theirs = _share(before.ours, after.ours), _share(before.paper, after.paper)
             texts.append((ours or "–") + (f" ({theirs})" if theirs else ""))
         lines.append(f"| {name} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+    summary = "<details><summary>The same as the share of the source's error that is removed"
+    return "\n".join([f"{summary}</summary>\n", *lines, "\n</details>"])
 
 
 def _share(before: float | None, after: float | None) -> str:
     return "" if not before or after is None else f"{100 * (1 - after / before):.1f} %"
 
 
+def _command(records: Sequence[Record], names: Iterable[str]) -> str:
+    """What runs a section again, of these experiments, where `ttnorm reproduce` made part of it."""
+    if not EXPERIMENTS.keys() & {r["experiment"] for r in records if "experiment" in r}:
+        return ""
+    dataset = records[0]["dataset"].removesuffix("-c")
+    names = [name for name in names if dataset in EXPERIMENTS[name].datasets]
+    return f"`ttnorm reproduce {' '.join(names)}` runs this again." if names else ""
+
+
+def _spelt(title: str) -> str:
+    """With the name of the data set as its authors write it."""
+    dataset, comma, rest = title.partition(",")
+    return DATASETS.get(dataset, dataset) + comma + rest
+
+
+def _rank_of_data(title: str) -> tuple[int, str]:
+    dataset = title.partition(",")[0]
+    return (list(DATASETS).index(dataset) if dataset in DATASETS else len(DATASETS)), title
+
+
 def _rank(scenario: str) -> int:
     return list(TITLES).index(scenario) if scenario in TITLES else len(TITLES)
+
+
+def _anchor(title: str) -> str:
+    """The link to a heading, as GitHub makes it.
+
+    Example:
+        >>> _anchor("CIFAR-10-C. Prior: how strong")
+        'cifar-10-c-prior-how-strong'
+    """
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 class _Page:
@@ -190,12 +238,17 @@ class _Page:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.parts = folder, list[str]()
+        self.sections: dict[str, list[str]] = {}  # of every data set
         self.files: list[Path] = []
         (folder / "results").mkdir(parents=True, exist_ok=True)
 
     def add(self, text: str) -> None:
         if text:
             self.parts.append(text.rstrip())
+
+    def section(self, data: str, title: str) -> None:
+        self.sections.setdefault(data, []).append(title)
+        self.add(f"## {data}. {title}")
 
     def table(self, name: str, table: tables.Table) -> None:
         self.add(formats.to_markdown(table))
@@ -210,7 +263,13 @@ class _Page:
 
     def write(self) -> None:
         path = self.folder / "results.md"
-        path.write_text("\n\n".join(self.parts) + "\n")
+        contents = [
+            f"- **{data}**: "
+            + " · ".join(f"[{t.partition(':')[0]}](#{_anchor(f'{data}. {t}')})" for t in titles)
+            for data, titles in self.sections.items()
+        ]
+        parts = [self.parts[0], "\n".join(contents), *self.parts[1:]]
+        path.write_text("\n\n".join(parts) + "\n")
         self.files.append(path)
 
     def _write(self, name: str, text: str) -> None:
