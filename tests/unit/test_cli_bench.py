@@ -72,12 +72,13 @@ EVALUATE = (
 
 
 def test_from_images_to_a_report(ttnorm, corrupted, tmp_path):
-    code, output, _ = ttnorm(f"{EVALUATE} --scenario single --scenario mixed --scenario source")
+    scenarios = "--scenario single --scenario mixed --scenario source"
+    code, output, _ = ttnorm(f"{EVALUATE} {scenarios} --batch-size 2")
     assert code == 0
     for title in ("cifar10-c, single", "cifar10-c, mixed", "cifar10, source"):
         assert title in output
     records = read_records([tmp_path / "r.jsonl"])
-    assert len(records) == 2 * 2 * (2 + 1 + 1)
+    assert len(records) == 2 * 3 * (2 + 1 + 1)
     code, output, _ = ttnorm("report r.jsonl --output page")
     assert code == 0
     assert "page/results.md" in output

@@ -7,6 +7,7 @@ import torch
 from made_records import RECORDS, fitted
 
 from ttnorm import artefact, surgery
+from ttnorm.bench import figures
 from ttnorm.bench.report import write_report
 from ttnorm.data.corruptions import CORRUPTIONS
 
@@ -15,13 +16,33 @@ class TestReport:
     def test_it_is_complete_and_the_same_every_time(self, tmp_path):
         model = surgery.convert_(torch.nn.Sequential(torch.nn.BatchNorm2d(8)), 0.3)
         artefact.save(model, tmp_path / "net.ttn.safetensors")
+        records = RECORDS + [r | {"batch_size": 16} for r in RECORDS if r["batch_size"] == 1]
         for folder in ("one", "two"):
-            write_report(RECORDS, tmp_path / folder, [tmp_path / "net.ttn.safetensors"])
+            write_report(records, tmp_path / folder, [tmp_path / "net.ttn.safetensors"])
         files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.*"))
         assert len(files) == 12
         for file in files:
             first, second = ((tmp_path / f / file).read_bytes() for f in ("one", "two"))
             assert first == second, file
+
+    def test_a_curve_has_more_than_two_points_and_a_first_look_at_what_it_is_of(self, tmp_path):
+        sizes = (200, 16, 1)
+        stream = [r | {"norm": "ttn-stream"} for r in RECORDS if r["norm"] == "ttn"]
+        small = [r | {"batch_size": 16} for r in RECORDS + stream if r["batch_size"] == 1]
+        for name, records in (("two", RECORDS + stream), ("three", RECORDS + stream + small)):
+            write_report(records, tmp_path / name)
+            drawn = {path.stem for path in (tmp_path / name / "results").glob("*.svg")}
+            curves = {f"cifar10-c-single{ending}" for ending in ("", "-in-short", "-stream")}
+            assert drawn & curves == (curves if name == "three" else set())
+        figure = figures.in_short(RECORDS + stream + small, dataset="cifar10-c")
+        (axes,) = figure.axes
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == [str(b) for b in sizes]
+        assert [text.get_text().partition(",")[0] for text in axes.texts] == [
+            "the network as it is",
+            "batch statistics",
+            "TTN",
+            "TTN with a stream's memory",
+        ]
 
     def test_two_alpha_files_of_one_name_are_refused_before_anything_is_written(self, tmp_path):
         model = surgery.convert_(torch.nn.Sequential(torch.nn.BatchNorm2d(8)), 0.3)

@@ -15,8 +15,9 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from ..data.corruptions import CORRUPTIONS
+from .names import METHOD_NAMES, NAMES, data_name, scenario_name
 from .records import Record, variant_of
-from .tables import METHOD_NAMES, NAMES, by_batch_size, by_domain, score_name
+from .tables import by_batch_size, by_domain, score_name
 
 # Okabe and Ito's colours and Tol's, for colour-blind readers; TTN always has the same one
 _COLOURS = {
@@ -41,11 +42,20 @@ _THICK = ("TTN", "TTN (stream)")
 _LINES = {"": "o-", "TENT": "^--", "SWR": "s:", "CoTTA": "D-.", "online": "v-."}
 _LINES |= {METHOD_NAMES["sliding"]: "x-."}
 _NORM_LINES = {
+    "Source (CBN)": "-",
     "AdaptiveBN": "P-",
     "α-BN": "X-",
-    "EMA": "*-",
+    "MixNorm": "d--",
+    "EMA": "*--",
     "TTN (stronger prior, by batch size)": "D-",
     "TTN (stream, one pool)": "o--",
+}
+# Lines of a first look, and what newcomers call them
+_IN_SHORT = {
+    "source": "the network as it is",
+    "tbn": "batch statistics",
+    "ttn": "TTN",
+    "ttn-stream": "TTN with a stream's memory",
 }
 # Tol's muted colours and two greys, for CamVid's classes in their order
 _MASKS = (
@@ -80,14 +90,50 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
         _tell_what_is_above(axes, ceiling)
     axes.set_xlabel("images in a test batch")
     axes.set_ylabel(score_name(records))
-    axes.set_title(f"{_what(records, dataset)}, {scenario}", loc="left")
+    axes.set_title(_what(records, dataset, scenario), loc="left", fontsize=11)
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return figure
 
 
-def _what(records: Sequence[Record], dataset: str) -> str:
-    """The data set and the network."""
-    return ", ".join([dataset, *sorted({r["model"]["name"] for r in records})])
+def in_short(records: Iterable[Record], *, dataset: str) -> Figure:
+    """Error against the size of the test batch, of what a newcomer should know of and no more.
+
+    Lines have their names where they end; batch statistics leave the picture at the top.
+    """
+    chosen = [r for r in records if r["norm"] in _IN_SHORT and r["method"] == "none"]
+    table = by_batch_size(chosen, dataset=dataset, scenario="single")
+    errors = {
+        name: [c.ours for c in cells[:-1] if c.ours is not None] for name, cells in table.rows
+    }
+    others = [error for name, line in errors.items() if name != NAMES["tbn"] for error in line]
+    figure, axes = _figure(7.4, 3.6)
+    axes.set_ylim(0.9 * min(others), 1.15 * max(others))
+    for norm, text in _IN_SHORT.items():
+        line, colour = errors[NAMES[norm]], _COLOURS[NAMES[norm]]
+        axes.plot(range(len(line)), line, "-" if norm == "source" else "o-", color=colour)
+        axes.lines[-1].set(linewidth=2, markersize=5)
+        end, height, place = len(line) - 1 + 0.12, line[-1], "center"
+        if norm == "tbn":
+            text += f", up to {max(line):.0f} %"
+            end = np.interp(axes.get_ylim()[1], line, range(len(line))) + 0.12
+            height, place = axes.get_ylim()[1], "top"
+        axes.text(end, height, text, color=colour, va=place)
+    axes.set_xlim(-0.2, len(table.columns) + 0.6)
+    sizes = [column.removeprefix("B = ") for column in table.columns[:-1]]
+    axes.set_xticks(range(len(sizes)), sizes)
+    axes.set_xlabel("images in a test batch", loc="left")
+    domains = len({r["domain"] for r in chosen})
+    title = f"{data_name(dataset)}: {score_name(chosen)}, mean of {domains} corruptions"
+    axes.set_title(title, loc="left", fontsize=11)
+    return figure
+
+
+def _what(records: Sequence[Record], dataset: str, scenario: str) -> str:
+    """The data set, the network, the scenario and what is averaged."""
+    networks = ", ".join(sorted({r["model"]["name"] for r in records}))
+    domains = {r["domain"] for r in records}
+    mean = f", mean of {len(domains)}" if len(domains) > 1 else ""
+    return f"{data_name(dataset)} ({networks}), {scenario_name(scenario)}{mean}"
 
 
 def _method_and_norm(row: str) -> tuple[str, str]:
@@ -118,7 +164,8 @@ def error_by_domain(
         axes.bar(places, heights, width, label=name, color=_COLOURS.get(name))
     axes.set_xticks(range(len(table.columns)), table.columns, rotation=40, ha="right", fontsize=8)
     axes.set_ylabel(score_name(chosen))
-    axes.set_title(f"{_what(chosen, dataset)}, {scenario}, B = {batch_size}", loc="left")
+    title = f"{data_name(dataset)}, {scenario_name(scenario)}, B = {batch_size}"
+    axes.set_title(title, loc="left", fontsize=11)
     figure.legend(frameon=False, fontsize=8, ncols=len(table.rows), loc="outside upper right")
     return figure
 
@@ -152,7 +199,8 @@ def corruption_by_corruption(
 ) -> Figure:
     """Error under each corruption (rows) where another stood in for the simulated shift (columns).
 
-    Colours compare a row (the paper's Fig. 5); the last column is the default augmentation.
+    Colours are points above and below the row's last column, the default augmentation (the paper's
+    Fig. 5), or below its mean where that is not there.
 
     Args:
         what: "prior" or "alpha", that the corruption was an augmentation for.
@@ -167,20 +215,24 @@ def corruption_by_corruption(
     columns = [c for c in (*CORRUPTIONS, "default") if c in errors]
     rows = [c for c in CORRUPTIONS if all(c in errors[column] for column in columns)]
     grid = np.array([[np.mean(errors[column][row]) for column in columns] for row in rows])
-    spread = np.ptp(grid, axis=1, keepdims=True)
-    shades = (grid - grid.min(1, keepdims=True)) / np.where(spread == 0, 1, spread)
-    figure = Figure(figsize=(9.0, 6.4), layout="constrained")
+    usual = grid[:, -1:] if columns[-1] == "default" else grid.mean(1, keepdims=True)
+    worse = grid - usual
+    most = np.abs(worse).max() or 1.0
+    figure = Figure(figsize=(9.6, 6.4), layout="constrained")
     axes = figure.subplots()
-    axes.imshow(shades, cmap="cividis", aspect="auto", alpha=0.85)
+    # orange and purple, for all eyes; worse is orange
+    shown = axes.imshow(worse, cmap="PuOr_r", aspect="auto", vmin=-most, vmax=most)
     for (row, column), value in np.ndenumerate(grid):
-        colour = "black" if shades[row, column] > 0.5 else "white"
+        dark = abs(worse[row, column]) > 0.7 * most
+        colour = "white" if dark else "black"
         axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=7, color=colour)
+    figure.colorbar(shown, ax=axes, label="points above the last column", shrink=0.6)
     names = [c.replace("_", " ") for c in columns]
     axes.set_xticks(range(len(columns)), names, rotation=40, ha="right", fontsize=8)
     axes.set_yticks(range(len(rows)), [c.replace("_", " ") for c in rows], fontsize=8)
     axes.set_xlabel("augmentation for " + ("the prior" if what == "prior" else "optimising alpha"))
     axes.set_ylabel("test corruption")
-    axes.set_title(f"{dataset}: error in %, B = {batch_size}; dark is low in its row", loc="left")
+    axes.set_title(f"{data_name(dataset)}: error in %, B = {batch_size}", loc="left", fontsize=11)
     return figure
 
 

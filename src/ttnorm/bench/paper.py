@@ -166,7 +166,7 @@ ERRATA: dict[tuple[str, str], str] = {
     (
         "single",
         "camvid",
-    ): "In this table and figure a number is the mean over day, dusk and the six corruptions.",
+    ): "In this table a number is the mean over day, dusk and the six corruptions.",
     ("single", "cifar10-c"): "MixNorm's numbers are quoted in the paper, from its "
     "authors; the one at B = 4 is for B = 5.",
     ("single, constants", "cifar10-c"): "The paper's constants at B = 64 are about 0.13 high: the "

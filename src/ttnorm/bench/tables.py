@@ -17,65 +17,9 @@ from ..norms import NORMS
 from . import paper
 from .cells import Cell, average_of, mean_cell, measure, most_seeds, to_cell
 from .experiments import FIRST, Experiment, is_dear
+from .names import ABLATIONS, NAMES, row_name
 from .records import Record, variant_of
 from .variants import OF_KIND
-
-NAMES = {
-    "source": "Source (CBN)",
-    "tbn": "TBN",
-    "alpha-bn": "α-BN",
-    "adaptive-bn": "AdaptiveBN",
-    "mixnorm": "MixNorm",
-    "ema": "EMA",
-    "ttn": "TTN",
-    "ttn-scaled": "TTN (scaled)",
-    "ttn-counted": "TTN (stronger prior, by batch size)",
-    "ttn-dynamic": "TTN (dynamic)",
-    "ttn-stream": "TTN (stream)",
-    "ttn-corrected": "TTN (stream, one domain)",
-    "ttn-balanced": "TTN (stream, balanced)",
-    "ttn-pool": "TTN (stream, one pool)",
-}
-METHOD_NAMES = {"cotta": "CoTTA", "ttn-online": "online", "sliding": "TBN of the last 200 inputs"}
-
-
-# Variants of post-training that are compared, and what readers call them
-ABLATIONS = {
-    "Components: where alpha starts, and what pulls at it": {
-        "random-mse": "random start, MSE",
-        "random-ce": "random start, CE",
-        "random-ce-mse": "random start, CE + MSE",
-        "prior-alone": "the prior itself",
-        "prior-ce": "from the prior, CE",
-        "default": "from the prior, CE + MSE",
-    },
-    "Granularity: what shares one alpha": {
-        "default": "channel",
-        "layer-mean": "layer, mean of its channels",
-        "constant-mean": "everything, mean of all channels",
-        "layer": "layer, optimised",
-    },
-    "Regulariser: the weight of the distance to the prior": {
-        "prior-ce": "λ = 0",
-        "lambda-0.1": "λ = 0.1",
-        "default": "λ = 1",
-        "lambda-10": "λ = 10",
-    },
-    "Prior: how strong the shift is that it is measured under": {
-        "default": "jitter ±0.4, one image in ten inverted (default)",
-        "prior-strong": "jitter ±0.8, one image in two inverted",
-    },
-    "Augmentation: one part more in every row": {
-        "prior-jitter": "prior: colour jitter",
-        "prior-grayscale": "prior: + grayscale",
-        "default": "prior: + invert; alpha: + flip (default)",
-        "prior-blur": "prior: + Gaussian blur",
-        "prior-flip": "prior: + horizontal flip",
-        "alpha-jitter": "alpha: colour jitter, padding",
-        "alpha-affine": "alpha: + affine",
-        "alpha-blur": "alpha: + Gaussian blur",
-    },
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,20 +39,6 @@ class Table:
     higher: bool = False
     apart: frozenset[str] = frozenset()
     domains: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
-
-
-def row_name(norm: str, method: str) -> str:
-    """What readers call a norm and method.
-
-    Example:
-        >>> row_name("ttn", "tent"), row_name("constant-0.3", "none")
-        ('TENT + TTN', 'α = 0.3')
-    """
-    name = NAMES.get(norm, norm.replace("constant-", "α = "))
-    if method == "none":
-        return name
-    title = METHOD_NAMES.get(method, method.upper())
-    return title if norm == "tbn" else f"{title} + {name}"
 
 
 def split(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..bench import figures
 from ..bench.job import Domains
+from ..bench.names import NAMES
 from ..bench.records import Record
-from ..bench.tables import NAMES, Table
+from ..bench.tables import Table
 from ..posttrain import PostTrainResult
 
 CLASSES = (
