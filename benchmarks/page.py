@@ -6,6 +6,8 @@ python benchmarks/page.py
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ TITLES = {
     "fold_cost": "Folding",
     "stream_cost": "A stream",
     "corrupt_cost": "Making corruptions",
+    "resnet50_cost.cuda-x2": "Post-training a ResNet-50 in two processes",
 }
 NOTES = {
     "resnet50_cost.cuda-x2": "Two processes under torchrun that share one GPU, over gloo: it shows "
@@ -37,6 +40,8 @@ NOTES |= dict.fromkeys(
     ("posttrain_cost.cuda", "corrupt_cost.cpu"),
     "The limits are those that were set beforehand, in seconds.",
 )
+TIMES = ("us", "ms", "s")
+DRAWN = (*TIMES, "KiB", "MiB", "GiB")
 COLOURS = ("#009e73", "#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")  # for all eyes
 FIRST = ("train-mode BatchNorm", "eval-mode BatchNorm")  # which have the same colours everywhere
 
@@ -52,18 +57,26 @@ def write(docs: Path) -> None:
         "measures a CPU anew; for a GPU each `benchmarks/*_cost.py` takes `--device cuda`, but for "
         "`corrupt_cost.py`, which wants folders with CIFAR and with frost's pictures."
     ]
+    summary = [
+        "In short, our time over a baseline's:\n",
+        "| | against | least | median | most | cases |",
+        "|---|---|---|---|---|---|",
+    ]
     (docs / "performance").mkdir(parents=True, exist_ok=True)
     for name, title in TITLES.items():
         for path in sorted((HERE / "results").glob(f"{name}.*.json")):
             records = json.loads(path.read_text())
             cases = _by_case(records)
-            parts.append(f"## {title}, {records[0]['device']}")
+            heading = f"{TITLES.get(path.stem, title)}, {records[0]['device']}"
+            summary += _summary(heading, cases)
+            parts.append(f"## {heading}")
             if path.stem in NOTES:
                 parts.append(NOTES[path.stem])
             picture = docs / "performance" / f"{path.stem}.svg"
             _dots(cases, picture)
-            parts.append(f"![ratios](performance/{picture.name})")
+            parts.append(f"![{heading}: ratios to the baselines](performance/{picture.name})")
             parts.append(_table(cases))
+    parts.insert(1, "\n".join(summary))
     (docs / "performance.md").write_text("\n\n".join(parts) + "\n")
 
 
@@ -77,12 +90,32 @@ def _by_case(records: list[Record]) -> dict[str, dict[str, Record]]:
     return cases
 
 
+def _first(case: dict[str, Record]) -> Record:
+    return next(iter(case.values()))
+
+
 def _baselines(cases: dict[str, dict[str, Record]]) -> list[str]:
     return list(dict.fromkeys(baseline for case in cases.values() for baseline in case))
 
 
+def _summary(heading: str, cases: dict[str, dict[str, Record]]) -> Iterator[str]:
+    """A line for every baseline of a section: how much time ours takes of it."""
+    for baseline in _baselines(cases):
+        there = [case[baseline] for case in cases.values() if baseline in case]
+        ratios = [record["ratio"] for record in there if record["unit"] in TIMES]
+        if ratios:
+            about = f"{heading} | {baseline.replace('baseline', 'one batch after another')}"
+            few = (min(ratios), statistics.median(ratios), max(ratios))
+            low, middle, high = (f"{ratio:.3g}" for ratio in few)
+            yield f"| {about} | {low} | **{middle}** | {high} | {len(ratios)} |"
+
+
 def _dots(cases: dict[str, dict[str, Record]], path: Path) -> None:
-    """A line for every case and a dot for every baseline, on a logarithmic scale."""
+    """A line for every case and a dot for every baseline, on a logarithmic scale.
+
+    Time and memory alone: of other things less may be worse.
+    """
+    cases = {name: case for name, case in cases.items() if _first(case)["unit"] in DRAWN}
     figure = Figure(figsize=(9, 1.1 + 0.2 * len(cases)), layout="constrained")
     axes = figure.subplots()
     baselines = _baselines(cases)
@@ -107,7 +140,7 @@ def _dots(cases: dict[str, dict[str, Record]], path: Path) -> None:
     axes.set_yticks(range(len(cases)), list(cases), fontsize=7)
     axes.set_ylim(len(cases) - 0.4, -0.6)
     axes.grid(axis="y", color="0.93")
-    axes.set_xlabel("ours / baseline: left of 1 is faster or smaller, but for images a second")
+    figure.supxlabel("ours / baseline: left of 1 is faster, or smaller", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=3, fontsize=7, frameon=False)
     with matplotlib.rc_context({"svg.hashsalt": path.name}):
@@ -120,7 +153,7 @@ def _table(cases: dict[str, dict[str, Record]]) -> str:
     lines = ["| | ours | " + " | ".join(f"against {b}" for b in baselines) + " |"]
     lines.append("|---" * (len(baselines) + 2) + "|")
     for case, records in cases.items():
-        ours = next(iter(records.values()))
+        ours = _first(records)
         cells = [f"{ours['value']:.4g} {ours['unit']}"]
         for baseline in baselines:
             record = records.get(baseline)
