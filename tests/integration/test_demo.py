@@ -39,10 +39,17 @@ def test_the_page_needs_no_other_file_and_shows_the_errors_of_the_records(demo):
     folder, records, shown = demo
     page = (folder / "index.html").read_text()
     assert page.count("<img") == len(CORRUPTIONS) * 8
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 3
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
     cells = [r for r in records if (r["norm"], r["batch_size"]) == ("ttn", 1)]
     errors = [100 * r["wrong"] / r["n"] for r in cells]
     error = sum(errors) / len(errors)
-    assert f"{error:.1f}" in page
+    assert f"{error:.2f}" in page
     assert f"{error:.2f}" in shown
+
+
+def test_the_page_says_of_every_answer_whether_it_is_right(demo):
+    folder, _, _ = demo
+    page = (folder / "index.html").read_text()
+    answers = len(CORRUPTIONS) * 8 * 3  # pictures, of each of which three norms say what they see
+    assert page.count("✓") + page.count("✗") == answers

@@ -170,8 +170,14 @@ def error_by_domain(
     return figure
 
 
-def alpha_by_depth(alpha: Mapping[str, Tensor], title: str) -> Figure:
-    """Every channel's alpha over the depth of the network, and the layers' means (Fig. 4)."""
+def alpha_by_depth(
+    alpha: Mapping[str, Tensor], title: str, prior: Mapping[str, Tensor] | None = None
+) -> Figure:
+    """Every channel's alpha over the depth of the network, and the layers' means (Fig. 4).
+
+    Args:
+        prior: the layers' means of which are drawn as well.
+    """
     figure, axes = _figure(8.0, 3.6)
     start, ends, centres, means = 0, [], [], []
     for values in alpha.values():
@@ -183,6 +189,9 @@ def alpha_by_depth(alpha: Mapping[str, Tensor], title: str) -> Figure:
         start += len(values)
         ends.append(start)
     axes.plot(centres, means, color="#d55e00", linewidth=2, label="mean of a layer")
+    if prior is not None:
+        before = [prior[name].mean().item() for name in alpha]
+        axes.plot(centres, before, "--", color="#0072b2", label="mean of its prior")
     for end in ends[:-1]:
         axes.axvline(end, color="0.92", linewidth=0.6, zorder=0)
     axes.set_xlim(0, start)

@@ -2,7 +2,8 @@
 
 A WRN-40-2 trained on CIFAR-10 meets images it was not trained for. The prior is estimated and alpha
 fitted here and now, on 1,000 clean training images; then source statistics, batch statistics,
-alpha-BN and TTN are scored on corrupted test images, in large batches and small.
+alpha-BN, TTN and TTN with a stream's memory are scored on corrupted test images, in large batches
+and small.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .page import write_page
 
 NETWORK = "wrn40_2-cifar10"
 CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog", "contrast", "pixelate")
-NORMS = ("source", "tbn", "alpha-bn", "ttn")
+NORMS = ("source", "tbn", "alpha-bn", "ttn", "ttn-stream")
 BATCH_SIZES = (200, 16, 1)
 IMAGES = 400
 # A few steps have to do what 7,500 do in the paper's settings, so they are larger.

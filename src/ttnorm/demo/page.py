@@ -33,7 +33,8 @@ CLASSES = (
 PICTURES = 8  # of each corruption
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --good: #009e73; --bad: #d55e00; }
+:root { color-scheme: light dark; --line: #8884; --good: #007a5a; --bad: #c04f00; }
+@media (prefers-color-scheme: dark) { :root { --good: #2fc79d; --bad: #ff8a3d; } }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -42,11 +43,16 @@ th:first-child, td:first-child { text-align: left; }
 .best { font-weight: 700; }
 .strip { display: grid; grid-template-columns: 7rem repeat(8, 1fr); gap: .3rem; margin: .6rem 0; }
 .strip > * { min-width: 0; font-size: .72rem; text-align: center; overflow-wrap: anywhere; }
-.strip .name { text-align: left; font-size: .85rem; }
+.strip .name { text-align: left; font-size: .85rem; overflow-wrap: normal; }
 .strip img { width: 100%; image-rendering: pixelated; border-radius: 3px; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 figure { margin: 1rem 0; background: #fff; border-radius: 6px; padding: .5rem; }
-figure svg { width: 100%; height: auto; display: block; }
+figure { overflow-x: auto; }
+figure svg { width: 100%; min-width: 40rem; height: auto; display: block; }
+@media (max-width: 40rem) {
+  .strip { grid-template-columns: 4.5rem repeat(4, 1fr); }
+  .strip .more { display: none; }
+}
 """
 
 
@@ -72,8 +78,7 @@ def write_page(
     drawn = {
         "batch-size": figures.error_by_batch_size(records, **options),
         "corruptions": figures.error_by_domain(records, **options, batch_size=200),
-        "prior": figures.alpha_by_depth(result.prior, "the prior"),
-        "alpha": figures.alpha_by_depth(result.alpha, "alpha after post-training"),
+        "alpha": figures.alpha_by_depth(result.alpha, "after post-training", result.prior),
     }
     svg = {name: _svg(figure, folder / f"{name}.svg") for name, figure in drawn.items()}
     path = folder / "index.html"
@@ -101,42 +106,56 @@ BatchNorm layers use: the <b>source</b>'s, the test batch's (<b>TBN</b>), or a m
 learned for every channel (<b>TTN</b>), here with the few steps of post-training you have just
 watched.</p>
 <h2>What it sees, and what it says</h2>
-<p>Pictures on which the three disagree, and below each the network's answers in batches of 200:
-<span class="good">right</span> or <span class="bad">wrong</span>.</p>
+<p>Pictures on which the three disagree, what they show, and the network's answers in batches of
+200: <span class="good">right</span> or <span class="bad">wrong</span>.</p>
 {strips}
 <h2>Error in %</h2>
+<p>B is the number of images in a test batch; numbers are means over the corruptions above. α-BN
+takes a tenth of the batch's statistics in every channel, and the stream remembers the images
+before, so that it needs no large batch.</p>
 {_html_table(table)}
 <p>{html.escape(table.note)}</p>
 <h2>Small batches</h2>
 <p>Statistics of a small batch are noise, and batch statistics alone fall to chance at one image a
-batch. TTN takes from the batch only where that pays.</p>
+batch.</p>
 <figure>{svg["batch-size"]}</figure>
 <h2>Corruption by corruption</h2>
+<p>In batches of 200. Which statistics are right depends on the corruption.</p>
 <figure>{svg["corruptions"]}</figure>
 <h2>Where the network trusts the batch</h2>
 <p>The prior says how much each channel's gradients change under a simulated shift; post-training
 starts there. Early layers see the shift and follow the batch, late layers see classes and keep the
 source's statistics.</p>
-<figure>{svg["prior"]}</figure>
 <figure>{svg["alpha"]}</figure>
 </html>
 """
 
 
 def _strip(data: Domains, domain: str, predicted: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """A row of pictures of one corruption, and a row of answers for every norm."""
+    """Rows of one corruption: pictures, what they show, and what every norm says."""
     chosen = _telling(data.labels, {norm: p[domain] for norm, p in predicted.items()})
-    cells = [f'<div class="name"><b>{domain.replace("_", " ")}</b></div>']
-    for index in chosen:
-        name = CLASSES[int(data.labels[index])]
-        cells.append(f'<div><img src="{_picture(data.images[domain][index])}" alt="{name}"></div>')
+    truth = [int(data.labels[index]) for index in chosen]
+    pictures = [f'<img src="{_picture(data.images[domain][i])}" alt="">' for i in chosen]
+    rows = [
+        _row(f"<b>{domain.replace('_', ' ')}</b>", pictures),
+        _row("shown", [CLASSES[label] for label in truth]),
+    ]
     for norm, found in predicted.items():
-        cells.append(f'<div class="name">{NAMES[norm]}</div>')
-        for index in chosen:
-            answer = int(found[domain][index])
-            verdict = "good" if answer == int(data.labels[index]) else "bad"
-            cells.append(f'<div class="{verdict}">{CLASSES[answer]}</div>')
-    return f'<div class="strip">{"".join(cells)}</div>'
+        answers = [int(found[domain][index]) for index in chosen]
+        cells = [
+            f'<span class="good">✓ {CLASSES[answer]}</span>'
+            if answer == label
+            else f'<span class="bad">✗ {CLASSES[answer]}</span>'
+            for answer, label in zip(answers, truth, strict=True)
+        ]
+        rows.append(_row(NAMES[norm], cells))
+    return f'<div class="strip">{"".join(rows)}</div>'
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    shown = [f"<div>{cell}</div>" for cell in cells[: PICTURES // 2]]
+    shown += [f'<div class="more">{cell}</div>' for cell in cells[PICTURES // 2 :]]  # not on phones
+    return f'<div class="name">{name}</div>{"".join(shown)}'
 
 
 def _telling(labels: Tensor, predicted: Mapping[str, Tensor]) -> list[int]:
@@ -154,7 +173,7 @@ def _html_table(table: Table) -> str:
     rows = []
     for name, cells in table.rows:
         row = "".join(
-            f'<td class="{"best" if cell.ours == low else ""}">{cell.ours:.1f}</td>'
+            f'<td class="{"best" if cell.ours == low else ""}">{cell.ours:.2f}</td>'
             for cell, low in zip(cells, best, strict=True)
         )
         rows.append(f"<tr><td>{name}</td>{row}</tr>")
