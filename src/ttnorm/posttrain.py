@@ -9,7 +9,6 @@ Here are the two stages, the prior and the fit; the choices are in `posttrain_co
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from .classes import classes_of
 from .distributed import of_rank_0, world_size
 from .files import checksum, fingerprint
 from .fitting import Fit
+from .identity import identity_of, name_of
 from .posttrain_config import PostTrainConfig, as_json
 from .prior import estimate_prior
 from .reproducible import reproducible, warn_of_lasting_workers
@@ -116,7 +116,10 @@ def post_train_(
     convert_(model, result.alpha, source_count=config.source_count)
     for attribute, value in known.items():
         remember_(model, attribute, value)
-    also = {key: identity[key] for key in ("prior augmentation", "augmentation")}
+    also: dict[str, Any] = {
+        "prior augmentation": name_of(prior_augment),
+        "augmentation": name_of(augment or domain_shift),
+    }
     if mean is not None or std is not None:
         also |= {"mean": mean, "std": std}
     remember_(model, CONFIG, as_json(config) | also)
@@ -199,36 +202,9 @@ def _identity(
         "config": as_json(config),
         "network": fingerprint(model),
         "weights": checksum(dict(unwrap(model).named_parameters()), {}),
-        "loss": _name_of(loss or cross_entropy),
-        "augmentation": _name_of(augment or domain_shift),
-        "prior augmentation": _name_of(prior_augment) if prior_augment else None,
+        "loss": identity_of(loss or cross_entropy),
+        "augmentation": identity_of(augment or domain_shift),
+        "prior augmentation": identity_of(prior_augment) if prior_augment else None,
         "mean and std": [mean, std],
         "number of ranks": world_size(),
     }
-
-
-def _name_of(function: Any) -> str:
-    """A name that is the same in another process; a repr may hold an address."""
-    if isinstance(function, partial):
-        given = [_argument(v) for v in function.args]
-        given += [f"{k}={_argument(v)}" for k, v in function.keywords.items()]
-        return f"{_name_of(function.func)}({', '.join(given)})"
-    if isinstance(function, nn.Module):
-        # a repr leaves out much, such as the label smoothing of a cross-entropy
-        options = [_options(module) for module in function.modules()]
-        return f"{function!r} {options} {checksum(function.state_dict(), {})}"
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    if name.endswith("<lambda>"):  # all of them are called that
-        code = function.__code__
-        constants = [c for c in code.co_consts if isinstance(c, (int, float, str, tuple))]
-        name += hashlib.sha256(code.co_code + repr((code.co_names, constants)).encode()).hexdigest()
-    return name
-
-
-def _options(module: nn.Module) -> dict[str, Any]:
-    kinds = (bool, int, float, str)
-    return {k: v for k, v in vars(module).items() if k != "training" and isinstance(v, kinds)}
-
-
-def _argument(value: Any) -> str:
-    return _name_of(value) if callable(value) else repr(value)

@@ -1,9 +1,12 @@
 """Post-training gives the same alpha again, also after it was stopped: seeds and checkpoints."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,8 +17,23 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ttnorm
 from ttnorm import PostTrainConfig, optimise_alpha, post_train_
-from ttnorm.files import read_safetensors
-from ttnorm.posttrain import _name_of
+from ttnorm.augment import shift_images
+from ttnorm.identity import identity_of
+from ttnorm.tree import CONFIG, known_of
+
+
+@contextlib.contextmanager
+def stopped_in_step(number):
+    """Post-training is interrupted in this step."""
+    steps = itertools.count(1)
+
+    def shift_or_stop(*args, **kwargs):
+        if next(steps) == number:
+            raise KeyboardInterrupt
+        return shift_images(*args, **kwargs)
+
+    with mock.patch("ttnorm.posttrain.shift_images", shift_or_stop):
+        yield
 
 
 class Darker:
@@ -85,18 +103,10 @@ class TestReproducible:
     ):
         config = dataclasses.replace(self.CONFIG, amp=amp)
         expected = self.run(small_network, loader, config=config)
-        batches = []
-
-        def stop(images, generator):
-            batches.append(1)
-            if len(batches) == 4 * stop_after:  # the last batch of an epoch: before its checkpoint
-                raise KeyboardInterrupt
-            return ttnorm.domain_shift(images, generator)
-
-        stop.__qualname__ = "domain_shift"  # to a checkpoint, the same augmentation
         checkpoint = tmp_path / "run.safetensors"
-        with pytest.raises(KeyboardInterrupt):
-            self.run(small_network, loader, config=config, augment=stop, checkpoint=checkpoint)
+        # in the last batch of an epoch: before its checkpoint
+        with stopped_in_step(4 * stop_after), pytest.raises(KeyboardInterrupt):
+            self.run(small_network, loader, config=config, checkpoint=checkpoint)
         assert type(small_network[1]) is nn.BatchNorm2d
         assert checkpoint.exists() == (stop_after > 1)
         resumed = self.run(small_network, loader, config=config, checkpoint=checkpoint)
@@ -107,7 +117,7 @@ class TestReproducible:
     )
     def test_an_augmentation_is_recognised_in_another_process(self, augment):
         other = copy.deepcopy(augment)  # another object, at another address
-        assert _name_of(augment) == _name_of(other)
+        assert identity_of(augment) == identity_of(other)
 
     @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
     def test_mean_and_std_of_any_kind(self, small_network, loader, tmp_path, kind):
@@ -192,19 +202,10 @@ class TestReproducible:
     def test_a_run_whose_scaler_skipped_every_step_resumes(self, small_network, loader, tmp_path):
         """Then Adam has no state yet."""
         config = PostTrainConfig(epochs=2, steps_per_epoch=1, amp="float16", prior_samples=20)
-        batches = []
-
-        def stop(images, generator):
-            batches.append(1)
-            if len(batches) == 2:
-                raise KeyboardInterrupt
-            return ttnorm.domain_shift(images, generator)
-
-        stop.__qualname__ = "domain_shift"
         options = {"loss": lambda o, y: 5e4 * F.cross_entropy(o, y), "config": config}
         options["checkpoint"] = tmp_path / "run.safetensors"
-        with pytest.raises(KeyboardInterrupt):
-            self.run(small_network, loader, augment=stop, **options)
+        with stopped_in_step(2), pytest.raises(KeyboardInterrupt):
+            self.run(small_network, loader, **options)
         assert self.run(small_network, loader, **options).isfinite().all()
 
 
@@ -218,8 +219,7 @@ def test_a_shift_that_is_given_another_resumes(small_network, tmp_path):
     shift = functools.partial(brighter, base=ttnorm.domain_shift)
     config = PostTrainConfig(epochs=1)
     first = post_train_(small_network, loader, config, augment=shift, **options)
-    name = read_safetensors(options["checkpoint"])[1]["augmentation"]
-    assert name == "brighter(base=domain_shift)"  # and no address
+    assert known_of(small_network, CONFIG)["augmentation"] == "brighter(base=domain_shift)"
     again = post_train_(ttnorm.revert_(small_network), [], config, augment=shift, **options)
     assert again.history == first.history
 

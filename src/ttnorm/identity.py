@@ -1,0 +1,96 @@
+"""What tells a user's function from another in any process, for a run to go on as it began."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from .files import checksum
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+def name_of(function: Any) -> str:
+    """What people call it.
+
+    Example:
+        >>> name_of(partial(sorted, reverse=True)), name_of(nn.MSELoss())
+        ('sorted(reverse=True)', 'MSELoss')
+    """
+    if isinstance(function, partial):
+        given = [_argument(value) for value in function.args]
+        given += [f"{name}={_argument(value)}" for name, value in function.keywords.items()]
+        return f"{name_of(function.func)}({', '.join(given)})"
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def identity_of(function: Any) -> str:
+    """Its name, and a hash over its code and all values that it holds or closes over.
+
+    Example:
+        >>> identity_of(nn.HuberLoss(delta=2.0)) == identity_of(nn.HuberLoss(delta=3.0))
+        False
+    """
+    content = repr(_content(function, {}))
+    return f"{name_of(function)} {hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def _argument(value: Any) -> str:
+    if callable(value):
+        return name_of(value)
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_argument, value))})"
+    # the repr of others may hold an address, or all of their values
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__
+
+
+def _content(value: Any, met: dict[int, tuple[int, Any]]) -> Any:
+    """Nothing but plain values, by which two things can be compared; no address is among them.
+
+    Args:
+        met: what was met on the way here, by address and kept alive: things may hold themselves.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if id(value) in met:
+        return ["met before", met[id(value)][0]]
+    met[id(value)] = (len(met), value)
+
+    def inner(values: Any) -> list[Any]:
+        return [_content(v, met) for v in values]
+
+    if isinstance(value, Tensor):
+        return [str(value.dtype), list(value.shape), checksum({"": value}, {})]
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+    if isinstance(value, dict):
+        return inner(pair for item in value.items() for pair in item)
+    if isinstance(value, (list, tuple)):
+        return inner(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, inner(value)))
+    if isinstance(value, partial):
+        return inner((value.func, value.args, value.keywords))
+    if isinstance(value, MethodType):
+        return inner((value.__func__, value.__self__))
+    if isinstance(value, CodeType):
+        return inner((value.co_code, value.co_names, value.co_consts))
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return inner((value.__qualname__, value.__code__, value.__defaults__, cells))
+    if isinstance(value, (type, BuiltinFunctionType)):
+        return value.__qualname__
+    if isinstance(value, ModuleType):
+        return value.__name__
+    held = dict(getattr(value, "__dict__", {}))
+    if isinstance(value, nn.Module):
+        # not its mode, which is the fit's to choose, nor hooks, nor what it last drew
+        held = {k: v for k, v in held.items() if k in _OF_MODULES or not k.startswith("_")}
+        held.pop("training")
+    return [type(value).__qualname__, _content(held, met)]

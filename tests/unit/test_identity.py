@@ -1,0 +1,97 @@
+"""What tells a user's function from another, in any process."""
+
+import subprocess
+import sys
+from functools import partial
+
+import kornia
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ttnorm.identity import identity_of, name_of
+
+
+class Shift:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, images, generator):
+        return images * self.by
+
+    def method(self, images, generator):
+        return images * self.by
+
+
+def closure(by):
+    return lambda images, generator: images * by
+
+
+def default(by):
+    def shift(images, generator, by=by):
+        return images * by
+
+    return shift
+
+
+def long_weight(by):
+    return partial(F.cross_entropy, weight=torch.ones(2000).index_fill(0, torch.tensor(999), by))
+
+
+def module(by):
+    return nn.Sequential(nn.Threshold(by, 0.0), nn.Dropout(0.1))
+
+
+KINDS = {
+    "a callable object": Shift,
+    "its method": lambda by: Shift(by).method,
+    "an object in an object": lambda by: Shift(Shift(by)),
+    "a closure": closure,
+    "a default": default,
+    "an array": lambda by: Shift(np.full(3, by)),
+    "one of many weights": long_weight,
+    "an object in a partial": lambda by: partial(closure(0.1), generator=Shift(by)),
+    "a module": module,
+    "a list, a set and a dict": lambda by: Shift([{by}, {"by": by}]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_function_holds_tells_it_apart(kind):
+    make = KINDS[kind]
+    assert identity_of(make(0.9)) == identity_of(make(0.9))
+    assert identity_of(make(0.9)) != identity_of(make(0.2))
+    assert name_of(make(0.9)) == name_of(make(0.2))
+
+
+def test_what_holds_itself_has_an_identity_as_well():
+    one, other = Shift(0.9), Shift(0.9)
+    one.by, other.by = [one], [other]
+    assert identity_of(one) == identity_of(other)
+    assert identity_of(one) != identity_of(Shift([Shift(0.9)]))
+
+
+def test_what_a_module_s_use_changes_does_not_count():
+    used = module(0.9).eval()
+    used.register_forward_hook(print)
+    assert identity_of(used) == identity_of(module(0.9))
+    jitter = kornia.augmentation.ColorJitter(0.4, 0.4, 0.4, 0.1)
+    before = identity_of(jitter)
+    jitter(torch.rand(2, 3, 8, 8))
+    assert identity_of(jitter) == before
+    assert identity_of(kornia.augmentation.ColorJitter(0.8, 0.4, 0.4, 0.1)) != before
+
+
+def test_another_process_gives_the_same():
+    code = (
+        "from functools import partial; import torch\n"
+        "from ttnorm import prior_shift\n"
+        "from ttnorm.identity import identity_of\n"
+        "shift = partial(prior_shift, strength=2, invert=0.5)\n"
+        "print(identity_of(shift), identity_of(torch.nn.BCELoss(torch.ones(3))))"
+    )
+    runs = [subprocess.check_output([sys.executable, "-c", code]) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0].startswith(b"prior_shift(strength=2, invert=0.5) ")
