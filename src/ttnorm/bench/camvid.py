@@ -156,7 +156,8 @@ class CamvidBench:
             in_order = torch.empty_like(found)
             in_order[segment.images] = found
             rows[norm] = in_order[shown]
-        return scenes({name: t.cpu() for name, t in rows.items()}, CAMVID_CLASSES, title=domain)
+        title = f"{domain}, B = {BATCH_SIZE}"
+        return scenes({name: t.cpu() for name, t in rows.items()}, CAMVID_CLASSES, title)
 
 
 def _is_day(name: str) -> bool:

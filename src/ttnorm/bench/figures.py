@@ -266,7 +266,8 @@ def scenes(rows: Mapping[str, Tensor], classes: Sequence[str], title: str) -> Fi
             axes.set_axis_off()
             if row == 0:
                 axes.set_title(NAMES.get(name, name), fontsize=9)
-    handles = [Patch(color=c, label=n) for n, c in zip(classes, palette, strict=True)]
+    named = {**dict(zip(classes, palette, strict=True)), "void": "black"}
+    handles = [Patch(color=colour, label=name) for name, colour in named.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
