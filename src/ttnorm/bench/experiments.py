@@ -145,6 +145,13 @@ EXPERIMENTS: dict[str, Experiment] = {
     "prior-strength": Experiment(
         title="strength of the prior's shift", variants=("default", "prior-strong"), datasets=BOTH
     ),
+    "mixed-once": Experiment(
+        title="mixed, and as long as a single domain",
+        rows=(*NORMS, COUNTED, *METHODS),
+        datasets=BOTH,
+        scenarios=("mixed-once",),
+        repeated=False,
+    ),
     "mixed-pairs": Experiment(
         title="two domains in every batch",
         rows=NORMS + METHODS,

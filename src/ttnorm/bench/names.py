@@ -71,6 +71,7 @@ SCENARIOS = {
     "single": "Single domain: one corruption after another, starting anew at each",
     "continual": "Continual: one corruption after another, never starting anew",
     "mixed": "Mixed: all corruptions in one random order",
+    "mixed-once": "Mixed once: every image under one random corruption",
     "mixed-pairs": "Mixed in pairs: every batch holds two corruptions, half and half",
     "class-sorted": "Class-sorted: one corruption after another, each sorted by class",
     "dirichlet": "Dirichlet: one corruption after another, in which classes come and go",

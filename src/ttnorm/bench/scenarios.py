@@ -2,7 +2,8 @@
 
 A scenario is a function `(domains, labels, batch_size, generator) -> segments`. A segment is a
 stretch of the stream that is scored on its own and cut into batches from its beginning; the last
-batch may be smaller and counts like any other. Every image of every domain arrives exactly once.
+batch may be smaller and counts like any other. Every image of every domain arrives exactly once,
+but in `mixed_once`, where every image arrives in one domain.
 """
 
 from __future__ import annotations
@@ -83,6 +84,15 @@ def mixed(
     return [_mixture("mixed", order, len(labels))]
 
 
+def mixed_once(
+    domains: list[str], labels: Tensor, batch_size: int, generator: Generator
+) -> list[Segment]:
+    """Every image once, in a random domain: a large batch holds every domain."""
+    order = torch.randperm(len(labels), generator=generator)
+    which = torch.randint(len(domains), (len(labels),), generator=generator)
+    return [Segment("mixed", which, order, reset=True)]
+
+
 def mixed_pairs(
     domains: list[str], labels: Tensor, batch_size: int, generator: Generator
 ) -> list[Segment]:
@@ -156,6 +166,7 @@ SCENARIOS: dict[str, Scenario] = {
     "single": Scenario(single, "random", "every domain"),
     "continual": Scenario(continual, "random", "never"),
     "mixed": Scenario(mixed, "random over all domains", "never"),
+    "mixed-once": Scenario(mixed_once, "random, each in a random domain", "never"),
     "mixed-pairs": Scenario(mixed_pairs, "halves of a batch from random domains", "never"),
     "class-sorted": Scenario(class_sorted, "by class", "every domain", needs_classes=True),
     "dirichlet": Scenario(
