@@ -39,7 +39,7 @@ def main() -> None:
         grouped, sequential = (_run(network, data, size, grouped=g) for g in (True, False))
         differing = int((grouped[1] != sequential[1]).sum())
         case = f"TTN, {args.images} images, B = {size}: {differing} predictions differ"
-        case += ", time against batch after batch"
+        case += ", time against one batch after another"
         records.append(
             measure.record("evaluate_cost", case, grouped[0], "s", sequential[0], args.device)
         )

@@ -128,7 +128,8 @@ def _growth(rounds: int) -> list[measure.Record]:
     }
     records = []
     for name, size in cases.items():
-        label = f"400x64x32x32 float32, {name}, against one group"
+        against = "half the size" if name.startswith("twice") else "one group"
+        label = f"400x64x32x32 float32, {name}, against {against}"
         value = 1e6 * cost(*size)
         records.append(measure.record("layer_cost", label, value, "us", 1e6 * base, "cuda"))
     return records

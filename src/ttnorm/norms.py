@@ -1,4 +1,4 @@
-"""Every normalisation the paper compares, by name: where alpha comes from, and nothing else.
+"""Every normalisation that is scored, by name: where alpha comes from, and of some, what is mixed.
 
 A norm is a function `(network, batch_size, alpha_file, **options) -> network`. It changes the
 network it is given, so give it one of its own. `apply_norm_` is the way in:
@@ -64,7 +64,7 @@ def mixnorm(
     scale: float,
     rate: float,
 ) -> nn.Module:
-    """Each sample's own moments blended with an exponential average over the stream.
+    """Moments of each sample and its mirror image, with an exponential average over the stream.
 
     moments = scale * local + (1 - scale) * global,  global <- (1 - rate) * global + rate * local
     """

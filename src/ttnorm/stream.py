@@ -33,8 +33,8 @@ def stream_(model: M, config: StreamConfig | None = None, **options: Any) -> M:
     """Have a network remember the stream it sees, from now on.
 
     A batch is normalised with the source's statistics and, as far as alpha goes, with those of the
-    last frames instead of its own alone. It starts close to plain BatchNorm: as four frames of the
-    source.
+    last frames instead of its own alone. It starts close to plain BatchNorm: its memory begins as
+    four frames of the source.
 
     Args:
         model: a network with test-time normalization layers, from `load_`, `convert_` or

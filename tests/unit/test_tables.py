@@ -375,6 +375,12 @@ class TestFigures:
         labels = {line.get_label() for line in axes.lines}
         assert labels == {"Source (CBN)", "TBN, up to 92 %", "TTN"}
 
+    def test_what_was_scored_at_one_batch_size_is_no_line(self):
+        records = RECORDS + all_domains("alpha-bn", 200, 12)
+        options = {"dataset": "cifar10-c", "scenario": "single"}
+        lines = figures.error_by_batch_size(records, **options).axes[0].lines
+        assert {line.get_label() for line in lines} == {"Source (CBN)", "TBN", "TTN"}
+
     def test_error_by_domain_draws_a_bar_for_each(self):
         options = {"dataset": "cifar10-c", "scenario": "single", "batch_size": 200}
         figure = figures.error_by_domain(RECORDS, **options)

@@ -54,6 +54,7 @@ _NORM_LINES = {
 _IN_SHORT = {
     "source": "the network as it is",
     "tbn": "batch statistics",
+    "adaptive-bn": "AdaptiveBN",
     "ttn": "TTN",
     "ttn-stream": "TTN with a stream's memory",
 }
@@ -74,6 +75,8 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
     for name, cells in table.rows:
         method, norm = _method_and_norm(name)
         errors = [float("nan") if c.ours is None else c.ours for c in cells[:-1]]
+        if np.isfinite(errors).sum() < 2 <= len(sizes):
+            continue  # one point is no line
         line_style = _LINES.get(method, "o-") if method else _NORM_LINES.get(norm, "o-")
         colour = _COLOURS.get(norm)
         (line,) = axes.plot(sizes, errors, line_style, markersize=4, label=name, color=colour)
@@ -90,7 +93,7 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
         _tell_what_is_above(axes, ceiling)
     axes.set_xlabel("images in a test batch")
     axes.set_ylabel(score_name(records))
-    axes.set_title(_what(records, dataset, scenario), loc="left", fontsize=11)
+    axes.set_title(_what(records, dataset, scenario), loc="left", fontsize=9)
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return figure
 
@@ -107,33 +110,49 @@ def in_short(records: Iterable[Record], *, dataset: str) -> Figure:
     }
     others = [error for name, line in errors.items() if name != NAMES["tbn"] for error in line]
     figure, axes = _figure(7.4, 3.6)
-    axes.set_ylim(0.9 * min(others), 1.15 * max(others))
-    for norm, text in _IN_SHORT.items():
+    low, high = 0.9 * min(others), min(1.15 * max(others), 97.0)
+    axes.set_ylim(low, high)
+    ends: dict[str, float] = {}
+    there = {norm: text for norm, text in _IN_SHORT.items() if NAMES[norm] in errors}
+    for norm, text in there.items():
         line, colour = errors[NAMES[norm]], _COLOURS[NAMES[norm]]
         axes.plot(range(len(line)), line, "-" if norm == "source" else "o-", color=colour)
-        axes.lines[-1].set(linewidth=2, markersize=5)
-        end, height, place = len(line) - 1 + 0.12, line[-1], "center"
+        thin = norm == "adaptive-bn"
+        axes.lines[-1].set(linewidth=1 if thin else 2, markersize=3 if thin else 5)
         if norm == "tbn":
-            text += f", up to {max(line):.0f} %"
-            end = np.interp(axes.get_ylim()[1], line, range(len(line))) + 0.12
-            height, place = axes.get_ylim()[1], "top"
-        axes.text(end, height, text, color=colour, va=place)
+            end = np.interp(high, line, range(len(line))) + 0.12
+            axes.text(end, high, f"{text}, up to {max(line):.0f} %", color=colour, va="top")
+        else:
+            ends[norm] = line[-1]
+    for norm, height in _apart(ends, 0.06 * (high - low)).items():
+        place = len(table.columns) - 2 + 0.12
+        axes.text(place, height, _IN_SHORT[norm], color=_COLOURS[NAMES[norm]], va="center")
     axes.set_xlim(-0.2, len(table.columns) + 0.6)
     sizes = [column.removeprefix("B = ") for column in table.columns[:-1]]
     axes.set_xticks(range(len(sizes)), sizes)
     axes.set_xlabel("images in a test batch", loc="left")
-    domains = len({r["domain"] for r in chosen})
-    title = f"{data_name(dataset)}: {score_name(chosen)}, mean of {domains} corruptions"
+    title = f"{_what(chosen, dataset, 'single')}: {score_name(chosen)}"
     axes.set_title(title, loc="left", fontsize=11)
     return figure
+
+
+def _apart(heights: Mapping[str, float], gap: float) -> dict[str, float]:
+    """The same heights, raised where one would be less than a gap above another."""
+    placed: dict[str, float] = {}
+    lowest = -np.inf
+    for name in sorted(heights, key=lambda name: heights[name]):
+        placed[name] = max(heights[name], lowest)
+        lowest = placed[name] + gap
+    return placed
 
 
 def _what(records: Sequence[Record], dataset: str, scenario: str) -> str:
     """The data set, the network, the scenario and what is averaged."""
     networks = ", ".join(sorted({r["model"]["name"] for r in records}))
     domains = {r["domain"] for r in records}
-    mean = f", mean of {len(domains)}" if len(domains) > 1 else ""
-    return f"{data_name(dataset)} ({networks}), {scenario_name(scenario)}{mean}"
+    mean = f", {len(domains)} corruptions" if len(domains) > 1 else ""
+    what = "clean test set" if scenario == "source" else scenario_name(scenario)
+    return f"{data_name(dataset)} ({networks}), {what}{mean}"
 
 
 def _method_and_norm(row: str) -> tuple[str, str]:
@@ -182,7 +201,10 @@ def alpha_by_depth(
     start, ends, centres, means = 0, [], [], []
     for values in alpha.values():
         places = range(start, start + len(values))
-        (dots,) = axes.plot(places, values.tolist(), ".", markersize=1.8, color="#56b4e9")
+        label = None if start else "a channel"
+        (dots,) = axes.plot(
+            places, values.tolist(), ".", markersize=1.8, color="#56b4e9", label=label
+        )
         dots.set_rasterized(True)  # thousands of channels make a large drawing
         centres.append(start + len(values) / 2)
         means.append(values.mean().item())
@@ -199,7 +221,7 @@ def alpha_by_depth(
     axes.set_xlabel("channel, from the first layer to the last")
     axes.set_ylabel("alpha: 0 source, 1 batch")
     axes.set_title(title, loc="left")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, markerscale=4)
     return figure
 
 
