@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .classes import Classes
 from .files import Stamp, check_fingerprint, checksum, fingerprint, read_stamped, write_stamped
 from .routing import Content
-from .surgery import alphas, convert_
+from .surgery import alphas, convert_, refuse_stream
 from .tree import CLASSES, CONFIG, CONTENT, M, known_of, remember_, ttn_layers
 
 STAMP = Stamp(
@@ -94,7 +94,7 @@ def load_(
         model: the network the file was made for, converted or not.
         path: what `save` wrote.
         strict: False accepts a network of the same layers with other running statistics, such as
-            another checkpoint of the same architecture.
+            another checkpoint of the same architecture. What a stream needs is then left out.
         source_count: see `convert_`; the file's by default, which is 0 unless it was fitted with
             another.
 
@@ -107,7 +107,10 @@ def load_(
     """
     tensors, metadata = _read_checked(path)
     advice = "post-train this checkpoint, or pass strict=False"
-    check_fingerprint(path, metadata["fingerprint"], fingerprint(model), advice, strict=strict)
+    refuse_stream(model, "load_")
+    ours, theirs = fingerprint(model), metadata["fingerprint"]
+    check_fingerprint(path, theirs, ours, advice, strict=strict)
+    same = ours["statistics"].items() & theirs["statistics"].items()
     if source_count is None:
         source_count = metadata.get("source_count", 0.0)
     options = {"cross_term": metadata["cross_term"], "source_count": source_count}
@@ -115,7 +118,8 @@ def load_(
     remember_(model, CONFIG, metadata["config"])
     for attribute, (prefix, kind) in KNOWN.items():
         known = None
-        if any(name.startswith(prefix) for name in tensors):
+        # what was measured on another checkpoint says nothing about this one
+        if same and any(name.startswith(prefix) for name in tensors):
             known = kind(**{k: tensors[prefix + k].float() for k in kind._fields})
         remember_(model, attribute, known)
     return model

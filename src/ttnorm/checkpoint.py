@@ -41,7 +41,8 @@ class Checkpoint:
             if metadata.get(name) != ours:
                 raise ValueError(
                     f"{path} is a checkpoint of another run: its {name} differs. Delete the file "
-                    "to start anew, or give this run a file of its own."
+                    "to start anew, or give this run a file of its own. (A function that keeps "
+                    "something of its calls differs after them: make it anew.)"
                 )
         return cls(tensors, metadata)
 

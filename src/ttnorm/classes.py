@@ -31,6 +31,7 @@ logger = logging.getLogger("ttnorm")
 SAMPLES = 8192  # source images that are looked at
 RANK = 32  # directions that classes differ in
 SMALLEST = 1e-4  # variance, for its logarithm
+AGREEMENT = 0.2  # with the labels, beyond chance, from which outputs of any loss are predictions
 USUAL = 5000.0  # frames: the window of a stream's mean prediction, which is what is usual in it
 ALIKE = 1000.0  # frames, of all classes alike, that this mean starts with
 
@@ -132,15 +133,20 @@ def spread_of(classes: Classes) -> Tensor:
     return (of_mean.square().sum(0) / known).clamp_max(0.9)  # of the source's whole variance, 1
 
 
-def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> Classes | None:
+def classes_of(
+    model: nn.Module, loader: Loader, *, predictions: bool = True, samples: int = SAMPLES
+) -> Classes | None:
     """Of a network's source images; None without any, and where they are not of one class each.
 
     Args:
         model: the network, converted or not; it is left as it was.
         loader: yields (x, y) of source images, as the network takes them.
+        predictions: whether outputs are known to be of classes; else they have to agree with the
+            labels, or an embedding would be taken for predictions.
         samples: images to look at, at most.
     """
     sums: Sums | None = None
+    said: list[Tensor] = []  # predicted classes and labels, (2, N)
     with borrowed(model, alpha=0.0) as layers, torch.no_grad():
         for x, y in batches(loader, device_of(model)):
             output, moments = _frames(model, list(layers.values()), x)
@@ -149,6 +155,7 @@ def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> C
                 _say_why(output)
                 return None
             known = labels >= 0  # others are left out of the loss as well
+            said.append(torch.stack((output.argmax(1), labels))[:, known])
             mean, var = (m[known] for m in moments)
             more = sum_up(mean, var, labels[known], output.shape[1])
             sums = more if sums is None else Sums(*map(torch.add, sums, more))
@@ -156,7 +163,27 @@ def classes_of(model: nn.Module, loader: Loader, *, samples: int = SAMPLES) -> C
                 break
     if sums is None or not sums.images.sum():
         return None
+    if not predictions and agreement(*torch.cat(said, 1)) < AGREEMENT:
+        logger.warning(
+            "post-training: the network's outputs do not agree with the labels, and are taken for "
+            "no predictions of classes. A stream will not know what classes do to statistics."
+        )
+        return None
     return Classes(*(t.cpu() for t in measure_classes(sums)))
+
+
+def agreement(one: Tensor, other: Tensor) -> float:
+    """Cohen's kappa of two lists of classes: 0 is chance, 1 is the same.
+
+    Example:
+        >>> agreement(torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1, 1, 0]))
+        0.0
+    """
+    number = int(max(one.max(), other.max())) + 1
+    shares = [torch.bincount(classes, minlength=number) / len(classes) for classes in (one, other)]
+    chance = float(shares[0] @ shares[1])
+    same = float((one == other).float().mean())
+    return (same - chance) / max(1 - chance, 1e-12)
 
 
 def _say_why(output: Any) -> None:

@@ -8,7 +8,6 @@ frames, that is a branch of the graph.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import warnings
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from .stream import stream_of, stream_state
+from .stream import copied, stream_of, stream_state
 from .surgery import eval_mode, refuse_stream
 from .tree import STREAM, ttn_layers, unwrap
 
@@ -63,7 +62,7 @@ def _export(model: nn.Module, example: Tensor) -> ExportedProgram:
     state: tuple[Tensor, ...] = ()
     with eval_mode(model), torch.no_grad():
         if STREAM in model.__dict__:
-            remembering = copy.deepcopy(model)
+            remembering = copied(model)
             stream_of(remembering).start_anew()  # a graph has one stream, in the first row
             stream_of(remembering).explicit = True
             remembering(example)  # how many classes there are, and with that the state's shape

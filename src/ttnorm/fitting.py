@@ -246,7 +246,9 @@ class Fit:
             mse = (alpha - self.prior).square().mean()
         total = ce + (config.lambda_ * mse if config.mse else 0)
         self.optimiser.zero_grad()
-        self.scaler.scale(total).backward()
+        # not into parameters that a loss of the user's may have; DDP's own hooks want all
+        into = [self.network.theta] if self.call is self.network else None
+        self.scaler.scale(total).backward(inputs=into)
         self.scaler.step(self.optimiser)
         self.scaler.update()
         self.network.let_go()
@@ -370,6 +372,6 @@ def _length(loader: Loader, config: PostTrainConfig) -> int | None:
     """Batches in an epoch, where the loader knows."""
     try:
         length = len(loader)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return config.steps_per_epoch
     return min(length, config.steps_per_epoch or length)

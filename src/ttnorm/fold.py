@@ -24,6 +24,7 @@ from .tree import CLASSES, CONTENT, known_of, remember_, ttn_layers, unwrap
 _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
+@torch.inference_mode(False)  # so that what is folded can be trained on
 @torch.no_grad()
 def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
     """Fold every layer whose alphas are all at most `tolerance` into what comes before it.

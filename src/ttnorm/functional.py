@@ -53,8 +53,7 @@ def batch_moments(x: Tensor, group_size: int | None = None) -> Moments:
     if native.usable(x):
         return _pooled(*native.sample_moments(x)) if native.in_rows(x) else native.moments(x)
     dims = [0, *range(2, x.dim())]
-    var, mean = torch.var_mean(x.to(native.moment_dtype(x)), dims, correction=0)
-    return mean, var
+    return _moments_over(x.to(native.moment_dtype(x)), dims)
 
 
 def mix_moments(
@@ -357,14 +356,22 @@ def _sample_moments(x: Tensor) -> Moments:
         # a copy, for a network may change x in place before a memory takes its moments
         return x.to(dtype, copy=True), torch.zeros_like(x, dtype=dtype)
     if not (x.is_cpu and native.usable(x)):
-        var, mean = torch.var_mean(x.to(dtype), list(range(2, x.dim())), correction=0)
-        return mean, var
+        return _moments_over(x.to(dtype), list(range(2, x.dim())))
     if native.in_rows(x):
         return native.sample_moments(x)
     if x.is_contiguous():
         mean, var = native.moments(_rows(x))
         return mean.view(x.shape[:2]), var.view(x.shape[:2])
     return _stack([native.moments(sample) for sample in x.split(1)])
+
+
+def _moments_over(x: Tensor, dims: list[int]) -> Moments:
+    if x.dtype == torch.float64 and torch.compiler.is_exporting():
+        # var_mean in ONNX would divide float64 by a count in float32, which no runtime takes
+        mean = x.mean(dims, keepdim=True)
+        return mean.squeeze(dims), (x - mean).square().mean(dims)
+    var, mean = torch.var_mean(x, dims, correction=0)
+    return mean, var
 
 
 def _pooled(mean: Tensor, var: Tensor) -> Moments:

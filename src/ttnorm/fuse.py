@@ -20,6 +20,7 @@ from .tree import CLASSES, CONFIG, CONTENT, known_of, remember_, ttn_layers, unw
 
 _ADD = (operator.add, operator.iadd, torch.add)
 _RELU = (F.relu, torch.relu, torch.relu_)
+_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior")  # of operator
 
 
 def fuse(model: nn.Module) -> fx.GraphModule:
@@ -150,13 +151,21 @@ def _norm_before(
 
 
 def _changes(value: fx.Node, first: fx.Node, last: fx.Node, but: list[fx.Node]) -> bool:
-    """Whether a value may be changed in place between two nodes: something else takes it there."""
+    """Whether a value may be changed in place between two nodes: something else takes it there, or
+    what may be a view of it."""
     node = first.next
     while node is not last:
-        if value in node.all_input_nodes and node not in but:
+        if node not in but and (value in node.all_input_nodes or _is_in_place(node)):
             return True
         node = node.next
     return False
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and (name in _IN_PLACE or name.endswith("_"))
 
 
 def _is_norm(node: fx.Node, modules: dict[str, nn.Module]) -> bool:

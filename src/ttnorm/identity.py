@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from pathlib import PurePath
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from .files import checksum
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_TOLD_BY_REPR = (np.generic, torch.dtype, torch.device, range, slice, PurePath)
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
+_NOT_THEIRS = {*sys.stdlib_module_names, "torch"}  # whose code no user changes
 
 
 def name_of(function: Any) -> str:
@@ -31,13 +36,24 @@ def name_of(function: Any) -> str:
 
 
 def identity_of(function: Any) -> str:
-    """Its name, and a hash over its code and all values that it holds or closes over.
+    """Its name, and a hash over its code and the values that it holds or closes over.
+
+    What it calls by a global name is not looked at.
+
+    Raises:
+        ValueError: where it holds what cannot be compared.
 
     Example:
         >>> identity_of(nn.HuberLoss(delta=2.0)) == identity_of(nn.HuberLoss(delta=3.0))
         False
     """
-    content = repr(_content(function, {}))
+    try:
+        content = repr(_content(function, {}))
+    except Exception as error:  # tensors without values, structures without end
+        raise ValueError(
+            f"{name_of(function)} holds what a checkpoint cannot compare ({error}). Pass a "
+            "function that holds less, or no checkpoint."
+        ) from error
     return f"{name_of(function)} {hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
@@ -58,6 +74,8 @@ def _content(value: Any, met: dict[int, tuple[int, Any]]) -> Any:
     """
     if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, _TOLD_BY_REPR):
+        return repr(value)
     if id(value) in met:
         return ["met before", met[id(value)][0]]
     met[id(value)] = (len(met), value)
@@ -82,8 +100,9 @@ def _content(value: Any, met: dict[int, tuple[int, Any]]) -> Any:
     if isinstance(value, CodeType):
         return inner((value.co_code, value.co_names, value.co_consts))
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return inner((value.__qualname__, value.__code__, value.__defaults__, cells))
+        cells = [_inside(cell) for cell in value.__closure__ or ()]
+        defaults = (value.__defaults__, value.__kwdefaults__)
+        return inner((value.__qualname__, value.__code__, *defaults, cells))
     if isinstance(value, (type, BuiltinFunctionType)):
         return value.__qualname__
     if isinstance(value, ModuleType):
@@ -92,5 +111,24 @@ def _content(value: Any, met: dict[int, tuple[int, Any]]) -> Any:
     if isinstance(value, nn.Module):
         # not its mode, which is the fit's to choose, nor hooks, nor what it last drew
         held = {k: v for k, v in held.items() if k in _OF_MODULES or not k.startswith("_")}
-        held.pop("training")
-    return [type(value).__qualname__, _content(held, met)]
+        held.pop("training", None)  # a scripted one has none
+    return [type(value).__qualname__, inner(_code_of(type(value))), _content(held, met)]
+
+
+def _inside(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return "nothing yet"
+
+
+def _code_of(kind: type) -> list[Any]:
+    """What a class and its bases define, but for those of torch and of Python itself."""
+    return [
+        member
+        for part in kind.__mro__
+        if part.__module__.partition(".")[0] not in _NOT_THEIRS
+        for name, member in vars(part).items()
+        if isinstance(member, FunctionType)
+        or (isinstance(member, _PLAIN) and not name.startswith("__"))
+    ]

@@ -91,7 +91,9 @@ def post_train_(
     config = config or PostTrainConfig()
     check_repeatable(loader)
     mean, std = per_channel_list(mean), per_channel_list(std)
-    identity = _identity(model, config, loss, augment, prior_augment, mean, std)
+    identity = {}
+    if checkpoint is not None:
+        identity = _identity(model, config, loss, augment, prior_augment, mean, std)
     state = Checkpoint.read(checkpoint, identity)
     prior = None
     if state is not None:
@@ -109,7 +111,8 @@ def post_train_(
                 std=std,
             )
     with reproducible(loader, config.seed, epoch=0):
-        known = {CONTENT: content_of(model, loader), CLASSES: classes_of(model, loader)}
+        classes = classes_of(model, loader, predictions=loss is None or loss is cross_entropy)
+        known = {CONTENT: content_of(model, loader), CLASSES: classes}
     known = of_rank_0(known)  # every rank looked at images of its own
     shift = _shift(config, augment, mean, std)
     result = _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
@@ -118,7 +121,7 @@ def post_train_(
         remember_(model, attribute, value)
     also: dict[str, Any] = {
         "prior augmentation": name_of(prior_augment),
-        "augmentation": name_of(augment or domain_shift),
+        "augmentation": name_of(domain_shift if augment is None else augment),
     }
     if mean is not None or std is not None:
         also |= {"mean": mean, "std": std}
@@ -148,7 +151,9 @@ def optimise_alpha(
     config = config or PostTrainConfig()
     check_repeatable(loader)
     mean, std = per_channel_list(mean), per_channel_list(std)
-    identity = _identity(model, config, loss, augment, None, mean, std)
+    identity = {}
+    if checkpoint is not None:
+        identity = _identity(model, config, loss, augment, None, mean, std)
     state = Checkpoint.read(checkpoint, identity)
     shift = _shift(config, augment, mean, std)
     return _fit(model, loader, prior, config, loss, shift, checkpoint, identity, state)
@@ -171,7 +176,7 @@ def _fit(
         borrowed(model, alpha=0.0, source_count=config.source_count) as layers,
         torch.enable_grad(),
     ):
-        fit = Fit(model, layers, prior, config, loss or cross_entropy, shift)
+        fit = Fit(model, layers, prior, config, cross_entropy if loss is None else loss, shift)
         if state is not None:
             fit.resume(state)
         fit.run(loader, checkpoint, identity)
@@ -184,7 +189,8 @@ def _shift(
     mean: list[float] | None,
     std: list[float] | None,
 ) -> partial[Tensor]:
-    augment = augment or partial(domain_shift, per=config.shift)
+    # not `or`: an empty container of modules is false, and may be a shift all the same
+    augment = partial(domain_shift, per=config.shift) if augment is None else augment
     return partial(shift_images, augment=augment, mean=mean, std=std)
 
 
@@ -202,9 +208,9 @@ def _identity(
         "config": as_json(config),
         "network": fingerprint(model),
         "weights": checksum(dict(unwrap(model).named_parameters()), {}),
-        "loss": identity_of(loss or cross_entropy),
-        "augmentation": identity_of(augment or domain_shift),
-        "prior augmentation": identity_of(prior_augment) if prior_augment else None,
+        "loss": identity_of(cross_entropy if loss is None else loss),
+        "augmentation": identity_of(domain_shift if augment is None else augment),
+        "prior augmentation": None if prior_augment is None else identity_of(prior_augment),
         "mean and std": [mean, std],
         "number of ranks": world_size(),
     }

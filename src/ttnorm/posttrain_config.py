@@ -82,6 +82,10 @@ class PostTrainConfig:
                 f"group_sizes is {self.group_sizes!r}, expected whole numbers of at least 1, as in "
                 "(1, 4, 16)."
             )
+        for name in ("dynamic_batch", "group_sizes"):
+            sizes = getattr(self, name)
+            if sizes is not None:
+                object.__setattr__(self, name, tuple(map(int, sizes)))
         for name in ("lr", "lambda_", "source_count", "init", "early_stop"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -116,7 +120,10 @@ def as_json(config: PostTrainConfig) -> dict[str, Any]:
 def _are_sizes(value: Any) -> bool:
     if not isinstance(value, (tuple, list)) or not value:
         return False
-    return all(isinstance(size, int) and size >= 1 for size in value)
+    try:
+        return all(check_whole("a size", size, at_least=1) for size in value)
+    except ValueError:
+        return False
 
 
 def _is_range(value: Any) -> bool:

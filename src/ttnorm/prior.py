@@ -79,7 +79,7 @@ def estimate_prior(
         {'1': (4,)}
     """
     check_whole("samples", samples, at_least=1)
-    loss = loss or cross_entropy
+    loss = cross_entropy if loss is None else loss
     model = unwrap(model)  # layers that hand out gradients are not for a compiler
     device = device_of(model)
     ranks = world_size()

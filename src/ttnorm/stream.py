@@ -8,6 +8,7 @@ its own. No gradient, no second full forward, constant memory. See `memory` for 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,21 @@ def attach_(model: M, stream: Stream) -> M:
     for index, layer in enumerate(stream.layers):
         layer.standardise = partial(stream.standardise, index)  # type: ignore[method-assign]
     return model
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy of a network that remembers, with memories of its own.
+
+    The copy of a graph, such as `fuse` gives, has neither hooks nor this memory by itself.
+    """
+    memo: dict[int, Any] = {}
+    network = copy.deepcopy(unwrap(model), memo)
+    if STREAM not in network.__dict__:
+        stream = copy.deepcopy(stream_of(model), memo)
+        for layer in stream.layers:  # which are the copy's
+            layer.__dict__.pop("standardise", None)
+        attach_(network, stream)
+    return network
 
 
 def reset_stream_(model: M, ids: Sequence[Id] | None = None) -> M:

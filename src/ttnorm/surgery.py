@@ -91,6 +91,7 @@ def convert_(
     """
     if not source_count >= 0:
         raise ValueError(f"source_count is {source_count}, expected 0 or more samples.")
+    refuse_stream(model, "convert_")
     layers = batchnorm_layers(model)
     classes = {name: _converted_class(name, layer) for name, layer in layers.items()}
     values = _alpha_per_layer(layers, alpha)
@@ -266,6 +267,10 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.eval()
         yield
     finally:
+        # by their own methods, from the outside in: some networks do more than set a flag there
+        for module, mode in modes:
+            if module.training != mode:
+                module.train(mode)
         for module, mode in modes:
             module.training = mode
 
@@ -284,6 +289,11 @@ def borrowed(
     ours = [m for m in model.modules() if isinstance(m, TTNormBase)]
     before = [(m, {name: getattr(m, name) for name in ("alpha", *OPTIONS)}) for m in ours]
     config = known_of(model, CONFIG)
+    if any(parameter.is_inference() for parameter, _ in frozen):
+        raise ValueError(
+            "The network was made or copied in torch.inference_mode: nothing can be learned there. "
+            "Make one outside of that, and load the weights into it."
+        )
     refuse_stream(model, "Post-training")
     convert_(model, alpha, **options)
     try:
@@ -310,7 +320,7 @@ def _revert(layer: TTNormBase) -> None:
     plain = next(kind for kind in type(layer).__mro__ if not issubclass(kind, TTNormBase))
     before = layer.__dict__.pop("_class_before", plain)
     del layer.alpha
-    for name in (*OPTIONS, "standardise"):
+    for name in (*OPTIONS, "standardise", "_group_sizes"):
         layer.__dict__.pop(name, None)
     layer.__class__ = before
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim.swa_utils import AveragedModel
@@ -19,6 +20,7 @@ STREAM = "_ttnorm_stream"  # the attribute of a network that remembers: see `str
 # What a network may know: how its alpha was made, how source images vary (see `shallow`), and what
 # their classes do to statistics (see `classes`)
 CONFIG, CONTENT, CLASSES = "_ttnorm_config", "_ttnorm_content", "_ttnorm_classes"
+_PRESERVED = "_user_preserved_attributes"  # torch's name, in the meta of a GraphModule
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -65,8 +67,16 @@ def remember_(model: nn.Module, what: str, value: Any) -> None:
     owner = next(iter(_knowing(model, what)), unwrap(model))
     for part in unwrap(model).modules():
         part.__dict__.pop(what, None)
+        _of_copies(part).pop(what, None)
     if value is not None:
         owner.__dict__[what] = value
+        if isinstance(owner, GraphModule):
+            owner.meta.setdefault(_PRESERVED, {})[what] = value
+
+
+def _of_copies(part: nn.Module) -> dict[str, Any]:
+    """The attributes that a copy of a graph has; it has no others."""
+    return part.meta.get(_PRESERVED, {}) if isinstance(part, GraphModule) else {}
 
 
 def _knowing(model: nn.Module, what: str) -> Iterator[nn.Module]:

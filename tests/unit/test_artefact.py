@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from streaming import knowing_its_source
 from torch import nn
 
 import ttnorm
 from ttnorm import artefact
 from ttnorm.files import checksum, read_safetensors, write_atomically
 from ttnorm.routing import Content
-from ttnorm.tree import CONTENT
+from ttnorm.tree import CLASSES, CONTENT, known_of
 
 
 @pytest.fixture
@@ -118,6 +119,14 @@ class TestRefused:
         refuses(model, path, "other running statistics: another checkpoint")
         ttnorm.load_(model, path, strict=False)
         assert torch.equal(ttnorm.alphas(model)["1"], alpha["1"])
+
+    def test_what_streams_know_of_another_checkpoint_is_left_out(self, small_network, path):
+        ttnorm.save(knowing_its_source(small_network), path)
+        other = ttnorm.revert_(copy.deepcopy(small_network))
+        assert known_of(ttnorm.load_(other, path), CONTENT) is not None
+        other[1].running_var[0] += 1e-3
+        ttnorm.load_(other, path, strict=False)
+        assert (known_of(other, CONTENT), known_of(other, CLASSES)) == (None, None)
 
     @pytest.mark.parametrize("keep", [0, 4, 100, -1, -30])
     def test_truncated(self, saved, path, keep):

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import ttnorm
+from ttnorm import PostTrainConfig, post_train_
 from ttnorm.classes import (
     Classes,
     classes_of,
@@ -15,6 +17,7 @@ from ttnorm.classes import (
     sum_up,
     without_class,
 )
+from ttnorm.tree import CLASSES, known_of
 
 
 def test_classes_are_the_means_of_their_images():
@@ -141,3 +144,19 @@ def test_a_norm_that_is_not_used_knows_no_class(small_network):
     assert (of_log_var[:, -5:] == 0).all()
     first, _ = (expected.codes @ expected.directions).chunk(2, 1)
     torch.testing.assert_close(of_mean[:, :-5], first, atol=1e-5, rtol=1e-4)
+
+
+def test_an_embedding_beside_class_labels_is_no_prediction(small_network, caplog):
+    """With a loss that holds the head, as in metric learning."""
+    x, last = torch.rand(64, 3, 12, 12) * torch.rand(64, 3, 1, 1), small_network[-1]
+    last.bias.data = -last.weight.data @ small_network[:-1](x).mean(0)
+    predicted = small_network(x).argmax(1)
+    assert len(predicted.unique()) > 1
+    loader = [(x, torch.arange(64) % 4)]
+    head, config = nn.Linear(4, 4), PostTrainConfig(epochs=1, prior_samples=64)
+    loss = lambda output, y: F.cross_entropy(head(output), y)  # noqa: E731
+    post_train_(small_network, loader, config, loss=loss)
+    assert known_of(small_network, CLASSES) is None
+    assert "do not agree with the labels" in caplog.text
+    post_train_(ttnorm.revert_(small_network), [(x, predicted)], config, loss=loss)
+    assert known_of(small_network, CLASSES) is not None

@@ -32,6 +32,8 @@ USER_CODE = """
             nn.Flatten(), nn.Linear(6, 4),
         ).eval()
 
+    made = network()
+
     def loader():
         generator = torch.Generator().manual_seed(0)
         x = torch.rand(3, 8, 3, 10, 10, generator=generator)
@@ -125,6 +127,12 @@ def test_post_train_takes_every_option(project):
     assert config["init"] == 0.3
     assert config["mean"] == config["std"] == [0.5, 0.5, 0.5]
     assert (project / "run.safetensors").exists()
+
+
+def test_a_network_may_be_given_in_the_place_of_a_function(project):
+    result = run("post-train", "mine:made", "mine:loader", "made.safetensors", "--epochs", 0)
+    assert result.exit_code == 0, result.output
+    assert (project / "made.safetensors").exists()
 
 
 def test_shifts_may_be_the_user_s(project):

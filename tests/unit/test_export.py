@@ -207,6 +207,14 @@ def test_other_dimensions_export(layer, shape, tmp_path):
         torch.testing.assert_close(torch.from_numpy(output), model(x), rtol=0, atol=1e-4)
 
 
+def test_float64_exports(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).double()
+    x = torch.rand(7, 6, dtype=torch.float64)
+    ttnorm.to_onnx(ttnorm.convert_(model.eval(), 0.5), x[:2], tmp_path / "model.onnx")
+    (output,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), model(x))
+
+
 def test_an_unconverted_network_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no test-time normalization layers"):
         ttnorm.to_onnx(

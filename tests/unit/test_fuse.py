@@ -199,6 +199,23 @@ def test_what_is_added_to_in_place_and_used_later_is_not_fused():
     assert torch.allclose(ttnorm.fuse(model)(x), model(x), atol=1e-6)
 
 
+def test_what_is_changed_through_a_view_is_not_fused():
+    class Viewed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            x = self.conv(x)
+            view = x.view(x.shape)
+            y = self.norm(x)
+            view.mul_(2)
+            return (y + x).relu()
+
+    model, x = settle(Viewed()), torch.randn(4, 3, 5, 5)
+    assert torch.allclose(ttnorm.fuse(model)(x), model(x), atol=1e-6)
+
+
 def test_hooks_of_the_network_itself_are_refused():
     model = settle(WideResNet(10, 1, 10))
     handle = model.register_forward_pre_hook(lambda _, args: (args[0] / 255,))

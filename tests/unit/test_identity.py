@@ -40,6 +40,24 @@ def long_weight(by):
     return partial(F.cross_entropy, weight=torch.ones(2000).index_fill(0, torch.tensor(999), by))
 
 
+def keyword(by):
+    def shift(images, generator, *, by=by):
+        return images * by
+
+    return shift
+
+
+def edited(by):
+    """A class whose code was changed between two runs."""
+    names = {"nn": nn, "__name__": __name__}
+    exec(f"class Edited(nn.Module):\n    def forward(self, o, y): return {by} * o", names)
+    return names["Edited"]()
+
+
+def with_attribute(by):
+    return type("Shift", (Shift,), {"by": by})(0.0)
+
+
 def module(by):
     return nn.Sequential(nn.Threshold(by, 0.0), nn.Dropout(0.1))
 
@@ -50,6 +68,10 @@ KINDS = {
     "an object in an object": lambda by: Shift(Shift(by)),
     "a closure": closure,
     "a default": default,
+    "a keyword's default": keyword,
+    "a class's code": edited,
+    "a class's attribute": with_attribute,
+    "a NumPy number": lambda by: partial(closure(0.1), generator=np.float32(by)),
     "an array": lambda by: Shift(np.full(3, by)),
     "one of many weights": long_weight,
     "an object in a partial": lambda by: partial(closure(0.1), generator=Shift(by)),
@@ -64,6 +86,22 @@ def test_what_a_function_holds_tells_it_apart(kind):
     assert identity_of(make(0.9)) == identity_of(make(0.9))
     assert identity_of(make(0.9)) != identity_of(make(0.2))
     assert name_of(make(0.9)) == name_of(make(0.2))
+
+
+def test_a_scripted_loss_and_a_name_without_a_value_have_identities_as_well():
+    assert identity_of(torch.jit.script(nn.CrossEntropyLoss())).startswith("RecursiveScriptModule")
+    if KINDS is None:
+        weight = 1.0
+    assert identity_of(lambda output, y: output * weight) != identity_of(lambda output, y: output)
+
+
+def test_what_cannot_be_compared_is_named():
+    endless = None
+    for _ in range(100_000):
+        endless = [endless]
+    for held in (endless, torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+        with pytest.raises(ValueError, match=r"Shift holds what a checkpoint cannot compare"):
+            identity_of(Shift(held))
 
 
 def test_what_holds_itself_has_an_identity_as_well():

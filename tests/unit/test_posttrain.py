@@ -455,3 +455,54 @@ def test_what_folds_into_the_batch_is_fitted_without_a_prior():
     post_train_(model, loader, config, augment=lambda x, _: x)
     assert type(model.bn).__name__ == "TTNorm2d"
     assert not {CONTENT, CLASSES} & model.__dict__.keys()
+
+
+class TestOnesOwn:
+    """Losses, shifts and loaders of a user's own."""
+
+    X, Y = torch.rand(16, 3, 12, 12), torch.arange(16) % 4
+    CONFIG = PostTrainConfig(epochs=1, prior_samples=16)
+
+    def test_a_container_of_no_modules_is_a_loss_and_a_shift_all_the_same(self, small_network):
+        called = []
+
+        class Loss(nn.ModuleList):
+            def forward(self, output, y):
+                called.append("loss")
+                return F.cross_entropy(output, y)
+
+        class Shift(nn.ModuleList):
+            def forward(self, images, generator):
+                called.append("shift")
+                return images / 2
+
+        loader = [(self.X, self.Y)]
+        post_train_(small_network, loader, self.CONFIG, loss=Loss(), augment=Shift())
+        assert set(called) == {"loss", "shift"}
+
+    def test_parameters_of_a_loss_keep_their_gradients(self, small_network):
+        head = nn.Linear(4, 4)
+        head.weight.grad = torch.full_like(head.weight, 7.0)
+        loss = lambda output, y: F.cross_entropy(head(output), y)  # noqa: E731
+        post_train_(small_network, [(self.X, self.Y)], self.CONFIG, loss=loss)
+        assert (head.weight.grad == 7).all()
+        assert head.bias.grad is None
+
+    def test_a_loader_that_does_not_implement_its_length(self, small_network):
+        class Endless:
+            def __len__(self):
+                raise NotImplementedError
+
+            def __iter__(self):
+                return iter([(TestOnesOwn.X, TestOnesOwn.Y)] * 2)
+
+        result = post_train_(small_network, Endless(), self.CONFIG)
+        assert len(result.history) == 1
+
+    def test_sizes_may_be_numpy_s(self):
+        config = PostTrainConfig(group_sizes=np.array([1, 4]).tolist(), dynamic_batch=[4, 8])
+        numpy = PostTrainConfig(
+            group_sizes=(np.int64(1), np.int32(4)), dynamic_batch=(np.int64(4), np.int64(8))
+        )
+        assert (numpy.group_sizes, numpy.dynamic_batch) == ((1, 4), (4, 8))
+        assert numpy == config

@@ -110,6 +110,7 @@ class TestConfigErrors:
             ("group_sizes", ()),
             ("group_sizes", (4, 0)),
             ("group_sizes", (4.0,)),
+            ("group_sizes", (True, 2)),
             ("epochs", 1.5),
             ("prior_samples", 8.5),
             ("steps_per_epoch", 1.5),

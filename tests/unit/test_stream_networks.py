@@ -12,7 +12,7 @@ import ttnorm
 from ttnorm.classes import classes_of
 from ttnorm.shallow import content_of
 from ttnorm.stream import stream_of
-from ttnorm.tree import CLASSES, CONTENT
+from ttnorm.tree import CLASSES, CONTENT, known_of, ttn_layers
 
 
 @pytest.fixture
@@ -56,8 +56,49 @@ def test_a_cross_term_that_is_set_later_counts(small_network):
     expected = ttnorm.convert_(copy.deepcopy(small_network), 0.7, cross_term=False)
     ttnorm.stream_(expected, memory="pool")
     model = ttnorm.stream_(ttnorm.convert_(small_network, 0.7), memory="pool")
-    ttnorm.convert_(model, 0.7, cross_term=False)
+    for layer in ttn_layers(model).values():
+        layer.cross_term = False
     assert torch.equal(model(x), expected(x))
+
+
+def test_what_changes_alpha_is_refused_while_a_network_remembers(network, tmp_path):
+    """Or its numbers would be a stream's, under another name."""
+    ttnorm.save(network, tmp_path / "a.ttn.safetensors")
+    ttnorm.stream_(network)
+    network(frames(8))
+    with pytest.raises(ValueError, match="load_ does not work on a network that remembers"):
+        ttnorm.load_(network, tmp_path / "a.ttn.safetensors")
+    with pytest.raises(ValueError, match="convert_ does not work on a network that remembers"):
+        ttnorm.convert_(network, 1.0)
+    assert ttnorm.health(network)[None].frames == 8
+    x = frames(8, 0.0, 0.3)
+    expected = ttnorm.convert_(copy.deepcopy(ttnorm.end_stream_(network)), 1.0)(x)
+    assert torch.equal(ttnorm.convert_(network, 1.0)(x), expected)
+
+
+class TestGraphs:
+    """torch.fx's copies of them have no attribute but their modules."""
+
+    def test_a_copy_knows_what_its_original_knows(self, network, tmp_path):
+        graph = ttnorm.fuse(network)
+        for one in (graph, copy.deepcopy(graph), copy.deepcopy(copy.deepcopy(graph))):
+            assert known_of(one, CONTENT) is not None
+            assert known_of(one, CLASSES) is not None
+            assert ttnorm.stream_(one)._modules  # a routed one
+            assert ttnorm.stream_state(one).keys() >= {"slot_seen"}
+        ttnorm.revert_(graph)
+        assert known_of(copy.deepcopy(graph), CONTENT) is None
+
+    def test_one_that_remembers_is_exported(self, network):
+        graph = ttnorm.stream_(ttnorm.fuse(network), memory="pool")
+        x = frames(12, 0.0, 0.4)
+        graph(x[:4])
+        program = ttnorm.to_exported_program(graph, x[:4]).module()
+        state = ttnorm.stream_state(graph)
+        output, *after = program(x[4:], *state.values())
+        torch.testing.assert_close(output, graph(x[4:]))
+        for actual, expected in zip(after, ttnorm.stream_state(graph).values(), strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("gradients", [True, False])

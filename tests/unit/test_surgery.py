@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchvision.ops import FrozenBatchNorm2d
 
 import ttnorm
-from ttnorm.surgery import borrowed
+from ttnorm.surgery import borrowed, eval_mode
 from ttnorm.tree import CONFIG, known_of, remember_
 
 KINDS = [
@@ -315,3 +315,44 @@ def test_a_scripted_part_without_batchnorm_is_left_as_it_is():
     model = ttnorm.convert_(nn.Sequential(part, nn.BatchNorm2d(4)), alpha=0.1)
     assert model[0] is part
     assert ttnorm.alphas(model).keys() == {"1"}
+
+
+def test_networks_that_do_more_than_set_a_flag_come_back_in_their_mode(small_network):
+    """As loralib's layers, which add what they learned to their weights in eval()."""
+
+    class Merging(nn.Conv2d):
+        merged = False
+
+        def train(self, mode=True):
+            super().train(mode)
+            if self.merged == mode:
+                self.weight.data += -1 if mode else 1
+                self.merged = not mode
+            return self
+
+    for train in (True, False):
+        for part in (True, False):
+            conv = small_network[0] = Merging(3, 6, 3, padding=1)
+            small_network.train(train)
+            conv.train(part)
+            weight = conv.weight.clone()
+            with eval_mode(small_network):
+                assert conv.merged
+            assert (small_network.training, conv.training) == (train, part)
+            assert (conv.merged, small_network[1].training) == (not part, train)
+            torch.testing.assert_close(conv.weight, weight)
+
+
+def test_a_network_of_inference_mode_is_refused_and_left_as_it_was(small_network):
+    with torch.inference_mode():
+        model = copy.deepcopy(small_network)
+    with pytest.raises(ValueError, match=r"made or copied in torch\.inference_mode"):
+        ttnorm.post_train_(model, [(torch.rand(8, 3, 12, 12), torch.arange(8) % 4)])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert type(model[1]) is nn.BatchNorm2d
+
+
+def test_a_copy_made_while_isolated_reverts_to_plain_batchnorm(small_network):
+    with ttnorm.isolated(ttnorm.convert_(small_network, 0.5), 2):
+        model = copy.deepcopy(small_network)
+    assert vars(ttnorm.revert_(model)[1]).keys() == vars(nn.BatchNorm2d(6)).keys()

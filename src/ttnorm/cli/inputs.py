@@ -109,7 +109,8 @@ def network(spec: str, device: str = "cpu", weights: Path | None = None) -> nn.M
             f"{spec!r} is no network: expected {', '.join(names)}, a checkpoint file that is "
             "there, or MODULE:FUNCTION."
         )
-    model = resolve(spec)()
+    found = resolve(spec)
+    model = found if isinstance(found, nn.Module) else found()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{spec} returned a {type(model).__name__}, expected a torch.nn.Module.")
     return model.to(device)
