@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
-from .tree import batchnorm_layers
+from .tree import batchnorm_layers, check_statistics
 from .version import __version__
 
 
@@ -122,6 +122,8 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     one of them for production is still recognised; of that network, in its own.
     """
     layers = batchnorm_layers(model)
+    for name, layer in layers.items():
+        check_statistics(name, layer)
     stats = [t for m in layers.values() for t in (m.running_mean, m.running_var)]
     stats = [t.detach().cpu() for t in stats]  # type: ignore[operator]
     own, half = stats[0].dtype, [torch.float16, torch.bfloat16]

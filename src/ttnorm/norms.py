@@ -78,9 +78,11 @@ def exponential_average(
 
     running <- (1 - momentum) * running + momentum * batch's, and the batch is normalised with that
     """
-    window = batch_size / momentum
+    # a window of frames of which a whole batch leaves 1 - momentum
+    window = 1 / (1 - (1 - momentum) ** (1 / batch_size))
+    source = batch_size / momentum  # what the window then holds
     convert_(model, 1.0, cross_term=False)
-    return stream_(model, memory="pool", window=window, source=window, between_frames=False)
+    return stream_(model, memory="pool", window=window, source=source, between_frames=False)
 
 
 def ttn(

@@ -33,8 +33,8 @@ class Progress:
             yield item
             self.step()
 
-    def step(self, note: str | None = None) -> None:
-        self.done += 1
+    def step(self, note: str | None = None, by: int = 1) -> None:
+        self.done += by
         self.note = self.note if note is None else note
         now = time.monotonic()
         if self.visible and (now - self.shown > 0.1 or self.done == self.total):
@@ -49,7 +49,7 @@ class Progress:
     def _line(self, seconds: float) -> str:
         if not self.total:
             return f"{self.title}  {self.done}  {seconds:.0f}s  {self.note}"
-        filled = 24 * self.done // self.total
-        left = seconds / (self.done - self.before) * (self.total - self.done)
+        filled = 24 * min(self.done, self.total) // self.total
+        left = seconds / max(1, self.done - self.before) * max(0, self.total - self.done)
         bar = "━" * filled + "╌" * (24 - filled)
         return f"{self.title}  {bar}  {self.done}/{self.total}  {left:.0f}s left  {self.note}"

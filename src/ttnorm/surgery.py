@@ -36,6 +36,7 @@ from .tree import (
     STREAM,
     M,
     batchnorm_layers,
+    check_statistics,
     device_of,
     known_of,
     norms_in,
@@ -339,11 +340,7 @@ def _converted_class(name: str, layer: nn.Module) -> type[TTNormBase]:
             f"{where} is a BatchNorm that ttnorm does not know; its forward may do more than "
             f"normalise. Known are {known}. Replace the layer by one of these first."
         )
-    if getattr(layer, "running_mean", None) is None:
-        raise ValueError(
-            f"{where} keeps no running statistics (track_running_stats=False), so there is no "
-            "source to mix with. Train it with track_running_stats=True."
-        )
+    check_statistics(name, layer)
     return converted
 
 

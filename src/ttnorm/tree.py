@@ -57,6 +57,16 @@ def batchnorm_layers(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
+def check_statistics(name: str, layer: nn.Module) -> None:
+    """Raise where a BatchNorm layer has no source to mix with."""
+    if getattr(layer, "running_mean", None) is None:
+        raise ValueError(
+            f"{name or 'the model itself'} ({type(layer).__name__}) keeps no running statistics "
+            "(track_running_stats=False), so there is no source to mix with. Train it with "
+            "track_running_stats=True."
+        )
+
+
 def known_of(model: nn.Module, what: str) -> Any:
     """CONFIG, CONTENT or CLASSES: of a network, or of the one inside it that has all its layers."""
     return next((part.__dict__[what] for part in _knowing(model, what)), None)

@@ -6,20 +6,32 @@ import textwrap
 
 import numpy as np
 import pytest
+import small_network
 from PIL import Image
 
-from ttnorm import cli
+from ttnorm import artefact, cli, surgery
 from ttnorm.bench import runs
 from ttnorm.bench.records import read_records
 
 USER_CODE = """
     import small_network
+    import torch
 
     def network():
         return small_network.network()
 
     def of_three_classes():
         return small_network.network(classes=3)
+
+    def another():
+        model = network()
+        model[1].running_mean += 1
+        return model
+
+    def without_statistics():
+        model = network()
+        model[1] = torch.nn.BatchNorm2d(8, track_running_stats=False)
+        return model
 """
 
 
@@ -171,6 +183,39 @@ def test_without_a_wish_norms_are_those_that_alpha_files_allow(ttnorm, corrupted
     assert norms == {"source", "tbn", "alpha-bn", "adaptive-bn", "mixnorm", "ema"}
 
 
+def test_what_an_alpha_file_does_not_know_leaves_out_the_norms_that_want_it(
+    ttnorm, corrupted, tmp_path, caplog
+):
+    artefact.save(surgery.convert_(small_network.network(), 0.3), tmp_path / "a.safetensors")
+    line = EVALUATE.replace("--norm source --norm tbn ", "").replace("--batch-size 1", "")
+    assert ttnorm(f"{line} --alpha a.safetensors")[0] == 0
+    norms = {r["norm"] for r in read_records([tmp_path / "r.jsonl"])}
+    assert {"ttn", "ttn-balanced"} < norms
+    assert "ttn-stream" not in norms
+    assert "ttn-stream is left out: " in caplog.text
+    code, _, errors = ttnorm(f"{EVALUATE} --alpha a.safetensors --norm ttn-stream")
+    assert (code, "Post-train the network again" in errors) == (2, True)
+
+
+def test_of_several_streams_only_norms_that_remember_them_are_scored(ttnorm, corrupted, tmp_path):
+    line = EVALUATE.replace("--norm source --norm tbn ", "").replace("--batch-size 1", "")
+    assert ttnorm(f"{line} --streams 2")[0] == 0
+    assert {r["norm"] for r in read_records([tmp_path / "r.jsonl"])} == {"ema"}
+
+
+def test_what_swr_measures_is_kept_by_the_network(ttnorm, corrupted, tmp_path):
+    """Another machine would give other last digits, and every cell were run again."""
+    line = f"{EVALUATE} --method swr --source cifar"
+    assert "8 new records" in ttnorm(line)[1]
+    (kept,) = tmp_path.glob("r.jsonl.mine-network-*.agreement.json")
+    other = {name: value + 1e-6 for name, value in json.loads(kept.read_text()).items()}
+    assert "0 new records, 8 from before" in ttnorm(line)[1]
+    kept.write_text(json.dumps(other))  # it is the file that is asked
+    assert "8 new records, 8 from before" in ttnorm(line)[1]
+    ttnorm(line.replace("mine:network", "mine:another"))
+    assert len(list(tmp_path.glob("*.agreement.json"))) == 2
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -189,6 +234,8 @@ def test_without_a_wish_norms_are_those_that_alpha_files_allow(ttnorm, corrupted
         ("--network :network", "':network' names no function, expected MODULE:FUNCTION"),
         ("--device xpu", "--device is 'xpu', and torch sees no such GPU here"),
         ("--network wrn", "'wrn' is no network: expected wrn40_2-cifar10"),
+        ("--network mine:without_statistics", "1 (BatchNorm2d) keeps no running statistics"),
+        ("--method sliding --batch-size 300", "window is 200, expected at least the batch size"),
         ("--network mine:of_three_classes", "labels from 0 to 9; mine:of_three_classes has 3"),
     ],
 )
@@ -286,6 +333,7 @@ def test_bad_input_of_the_others(ttnorm, tmp_path, line, message):
         ("table1 --cifar10 .", "holds no CIFAR test set"),
         ("table1 --cifar10 cifar --cifar100 absent", "There is no folder absent"),
         ("table1 --cifar10 cifar --only nothing", "table1 has no row nothing"),
+        ("all --cifar10 cifar --only ttn --only ttm", "no row ttm; there is source, tbn"),
         ("table1 --cifar10 cifar --textures absent", "There is no picture absent/frost1.png"),
         ("table1 --cifar10 cifar --work mine.py/w", "mine.py/w cannot be a folder to write to"),
         ("table6 --cifar10 cifar", "table6: wants a folder with camvid"),
@@ -295,6 +343,7 @@ def test_bad_input_of_the_others(ttnorm, tmp_path, line, message):
         ("table13 --imagenet absent", "absent has no folder test or val"),
         ("table13 --imagenet images --network nothing", "There is no network 'nothing'"),
         ("table13 --imagenet images --network resnet50=absent", "There is no file absent"),
+        ("table13 --imagenet images --network a=b --network a=c", "--network has a twice"),
         ("all --cifar10 cifar --imagenet absent", "absent has no folder test or val"),
     ],
 )

@@ -185,8 +185,11 @@ def test_labels_that_a_killed_run_began_are_written_again(tmp_path, clean, monke
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_the_first_images_alone_can_be_read(tmp_path, clean):
+def test_some_images_alone_can_be_read(tmp_path, clean):
     make(clean, tmp_path, severities=[5])
-    every, first = (load_corrupted(tmp_path, "brightness", 5, most=m) for m in (None, 7))
+    first = load_corrupted(tmp_path, "brightness", 5, which=slice(7))
+    some = load_corrupted(tmp_path, "brightness", 5, which=[1, 4])
+    every = load_corrupted(tmp_path, "brightness", 5)
+    assert torch.equal(some.images, every.images[[1, 4]])
     assert torch.equal(first.images, every.images[:7])
     assert torch.equal(first.labels, every.labels[:7])

@@ -444,6 +444,29 @@ def test_a_method_that_never_gets_to_adapt_is_warned_of(run, caplog):
     assert not caplog.text
 
 
+def test_progress_is_told_in_images_and_ends_at_all_of_them(network, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(scoring.Progress, "step", lambda self, note=None, by=1: told.append(by))
+    jobs = [Job(norm="tbn", batch_size=size) for size in (10, 25)]
+    evaluate(network, small_network.domains(), jobs, RecordFile(tmp_path / "r.jsonl"))
+    assert sum(told) == 2 * 3 * 50
+    assert max(told) <= 50
+
+
+def test_progress_counts_what_was_on_file(network, tmp_path, monkeypatch):
+    made = []
+
+    class Noted(scoring.Progress):
+        def close(self):
+            made.append(self)
+
+    monkeypatch.setattr(scoring, "Progress", Noted)
+    data, jobs = small_network.domains(), [Job(norm=n, batch_size=10) for n in ("tbn", "ttn")]
+    for count in (1, 2):
+        evaluate(network, data, jobs[:count], RecordFile(tmp_path / "r.jsonl"))
+    assert [(p.done, p.total) for p in made] == [(150, 150), (300, 300)]
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [

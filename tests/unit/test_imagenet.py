@@ -1,5 +1,6 @@
 """ImageNet's folders, what is said about bad ones, and the networks for it."""
 
+import itertools
 from urllib.error import URLError
 
 import numpy as np
@@ -8,6 +9,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from ttnorm.bench.job import Network
+from ttnorm.bench.runs import stored_domains
 from ttnorm.data import images
 from ttnorm.data.corrupted import load_corrupted, make_corrupted
 from ttnorm.data.corruptions import corrupt
@@ -105,6 +108,19 @@ def test_imagenet_c_has_the_same_images_under_every_corruption(tmp_path):
     loaded = load_imagenet_c(imagenet_c(tmp_path), ["fog", "snow"], 5, SMALL)
     assert loaded["fog"].labels.tolist() == loaded["snow"].labels.tolist() == [1, 1, 4]
     assert [int(loaded[c].images.float().mean()) for c in ("fog", "snow")] == [40, 80]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6])
+def test_a_subset_of_imagenet_c_is_spread_over_the_classes(tmp_path, count):
+    for number, name in itertools.product(range(3), "ab"):
+        picture(tmp_path / f"fog/5/{number:04d}/{name}.jpg", value=40 * number)
+    network = Network("mine", nn.Sequential(nn.Flatten(), nn.LazyLinear(3)), {})
+    options = {"preprocessing": SMALL, "subset": count}
+    stored = stored_domains(network, "imagenet", tmp_path, False, ["fog"], 5, **options)
+    labels = {1: [0], 2: [0, 1], 3: [0, 1, 2], 5: [0, 0, 1, 1, 2], 6: [0, 0, 1, 1, 2, 2]}
+    assert stored.labels.tolist() == labels[count]
+    images = stored.read(["fog"]).images["fog"]
+    assert [int(image.float().mean()) // 40 for image in images] == labels[count]
 
 
 def test_what_one_corruption_lacks_is_left_out_of_all(tmp_path, caplog):

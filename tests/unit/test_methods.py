@@ -10,6 +10,7 @@ from torch import nn
 
 import ttnorm
 from ttnorm.augment import prior_shift
+from ttnorm.bench.scenarios import SCENARIOS
 from ttnorm.data.loader import DeviceLoader
 from ttnorm.methods import METHODS
 from ttnorm.methods.cotta import cotta
@@ -136,6 +137,11 @@ def test_predictions_of_pixels_count_alike(name):
 )
 def test_settings_are_the_papers_or_chosen(method, setting, expected):
     assert METHODS[method].settings(setting) == expected
+
+
+def test_what_never_starts_anew_is_told_from_what_does():
+    endless = {name for name in SCENARIOS if Setting(scenario=name).endless}
+    assert endless == {name for name, what in SCENARIOS.items() if what.reset == "never"}
 
 
 def test_tent_changes_gamma_and_beta_alone():

@@ -169,6 +169,22 @@ class TestReport:
         write_report(RECORDS[:60] + fitted("lambda-10", 0, ttn), tmp_path)
         assert "TTN under every corruption" not in (tmp_path / "results.md").read_text()
 
+    @pytest.mark.parametrize("dataset", ["office-home/art", "my data"])
+    def test_data_sets_may_be_called_anything(self, tmp_path, dataset):
+        mine = [r | {"dataset": dataset} for r in RECORDS]
+        write_report(mine, tmp_path / "page")
+        text = (tmp_path / "page/results.md").read_text()
+        assert dataset in text
+        files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.svg")]
+        assert files
+        assert all(len(path.parts) == 3 and " " not in path.name for path in files)
+
+    def test_scenes_of_ones_own_have_classes_by_number(self, tmp_path):
+        scenes = {"dataset": "acdc", "severity": 0, "miou": 0.5, "iou": [0.4, 0.6, None]}
+        records = [r | scenes for r in RECORDS if r["domain"] == "fog"]
+        write_report(records, tmp_path)
+        assert "class 2" in (tmp_path / "results.md").read_text()
+
     def test_nothing_to_report(self, tmp_path):
         with pytest.raises(ValueError, match="no records"):
             write_report([], tmp_path)

@@ -60,17 +60,23 @@ def test_images_are_divided_among_streams_only_where_a_norm_has_them_and_domains
 
 
 def test_a_part_of_a_table_can_be_run_apart():
-    part = Only(rows=("ttn", "tent+ttn"), batch_sizes=(16, 1)).of("table1", EXPERIMENTS["table1"])
+    def of(only, *names):
+        return only.of_all(experiments_named(names))
+
+    part = of(Only(rows=("ttn", "tent+ttn"), batch_sizes=(16, 1)), "table1")["table1"]
     assert part.rows == (("ttn", "none"), ("ttn", "tent"))
     assert part.batch_sizes == (16, 1)
-    part = Only(rows=("lambda-10", "cotta"))
-    assert part.of("table9", EXPERIMENTS["table9"]).variants == ("lambda-10",)
-    assert part.of("table2", EXPERIMENTS["table2"]).rows == (("tbn", "cotta"),)
-    assert Only().of("table3", EXPERIMENTS["table3"]) == EXPERIMENTS["table3"]
-    with pytest.raises(ValueError, match="table5 has no row lambda-10; it has source, tbn, ttn"):
-        part.of("table5", EXPERIMENTS["table5"])
-    with pytest.raises(ValueError, match="table3 has no scenario single; it has mixed"):
-        Only(scenarios=("single",)).of("table3", EXPERIMENTS["table3"])
+    parts = of(Only(rows=("lambda-10", "cotta")), "table2", "table5", "table9")
+    assert list(parts) == ["table2", "table9"]  # the other has neither row
+    assert parts["table9"].variants == ("lambda-10",)
+    assert parts["table2"].rows == (("tbn", "cotta"),)
+    assert of(Only(), "table3") == {"table3": EXPERIMENTS["table3"]}
+    with pytest.raises(ValueError, match="table5 has no row lambda-10; there is source, tbn, ttn"):
+        of(Only(rows=("ttn", "lambda-10")), "table5")
+    with pytest.raises(ValueError, match="table3 has no scenario single; there is mixed"):
+        of(Only(scenarios=("single",)), "table3")
+    with pytest.raises(ValueError, match="No one of table10, table3 has all of that together"):
+        of(Only(rows=("constant-0.3",), scenarios=("mixed",)), "table10", "table3")
 
 
 def test_all_is_all():

@@ -72,6 +72,11 @@ def test_training_is_in_bfloat16_where_that_is_asked_for(amp, dtype):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_a_batch_of_one_frame_is_refused():
+    with pytest.raises(ValueError, match="batch_size is 1, expected at least 2"):
+        SegmentationConfig(batch_size=1)
+
+
 def test_a_checkpoint_is_the_network(trained, tmp_path):
     path = tmp_path / "n.safetensors"
     save_checkpoint(trained, path, SegmentationConfig(), [])

@@ -198,6 +198,20 @@ def test_alpha_after_the_stronger_prior_is_the_counted_norms_own_and_an_ablation
     assert tables.fitted_variants(counted + plain) == {"prior-strong"}
 
 
+def test_of_an_alpha_file_of_the_user_s_no_prior_is_claimed():
+    theirs = all_domains("ttn-counted", 200, 5, alpha={"name": "mine.ttn", "fingerprint": "a"})
+    ((name, _),) = table(theirs).rows
+    assert name == "TTN (by batch size)"
+
+
+def test_a_mixture_of_domains_that_has_every_image_once_has_so_many_in_all():
+    once = [r | {"scenario": "mixed-once"} for r in RECORDS]
+    assert "100 images a domain" in table().note
+    found = tables.by_batch_size(once, dataset="cifar10-c", scenario="mixed-once")
+    assert "100 images" in found.note
+    assert "a domain" not in found.note
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("other", ["other", "wrn.dynamic"])
 def test_alpha_files_are_no_seeds(seed, other):

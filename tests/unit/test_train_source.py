@@ -150,6 +150,12 @@ def test_training_learns_and_the_seed_decides(data):
     assert not model.training
 
 
+def test_fewer_images_than_a_batch_are_refused(data):
+    config = dataclasses.replace(TINY, batch_size=len(data.labels) + 1)
+    with pytest.raises(ValueError, match=f"There are {len(data.labels)} images, expected a batch"):
+        train_source(data, data, config)
+
+
 @pytest.mark.parametrize(("name", "limit"), [("wrn40_2-cifar10", 5.2), ("wrn40_2-cifar100", 24.5)])
 def test_shipped_networks_come_with_their_recipe_and_alpha_files(name, limit):
     model, metadata = zoo.load_checkpoint(zoo.ASSETS / f"{name}.safetensors")

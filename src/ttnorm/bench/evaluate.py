@@ -11,7 +11,8 @@ import logging
 import platform
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,19 +55,25 @@ def evaluate(
     jobs = list(dict.fromkeys(jobs))
     check(network, data, jobs)
     _warn_of_few_images(network, data, jobs)
-    progress = Progress("evaluate", len(jobs))
+    bundles = _bundles(jobs, data, grouped)
+    # in images, for a job may take hours
+    progress = Progress("evaluate", sum(plan.images for plans in bundles for plan in plans))
     known: dict[tuple[Any, ...], Record] = {}
-    for together in _bundles(jobs, data, grouped):
+    for together in bundles:
+        job, before = together[0].job, progress.done
+        progress.step(f"{job.method} {job.norm} {job.scenario} B = {job.batch_size}", by=0)
+        run = partial(Run, network, data, job, grouped, progress)
         if together[0].shares_forwards:
-            found = _score_alongside(network, data, together, records, grouped)
+            found = _score_alongside(network, data, together, records, run)
         else:
-            found = _score_alone(network, data, together[0], records, known, grouped)
+            found = _score_alone(network, data, together[0], records, known, run)
         for record in found:
             records.append(record | {"experiment": experiment})
-        for plan in together:
-            if plan.job.method != "none":
-                gc.collect()  # its network and graphs, which refer to each other
-            progress.step(f"{plan.job.norm} {plan.job.scenario} B = {plan.job.batch_size}")
+        if job.method != "none":
+            gc.collect()  # its network and graphs, which refer to each other
+        # what was on file, or was run again in smaller parts, counts as well
+        progress.done = before + sum(plan.images for plan in together)
+    progress.step(by=0)
     progress.close()
 
 
@@ -77,6 +84,10 @@ class _Plan:
     job: Job
     stream: Sequence[Segment]
     shares_forwards: bool
+
+    @property
+    def images(self) -> int:
+        return sum(len(segment.images) for segment in self.stream)
 
     def cells(self, network: Network, data: Domains) -> list[Record]:
         """What is known of every segment's record before it is scored."""
@@ -111,7 +122,7 @@ def _score_alone(
     plan: _Plan,
     records: RecordFile,
     known: dict[tuple[Any, ...], Record],
-    grouped: bool,
+    make_run: Callable[[], Run],
 ) -> Iterator[Record]:
     """The records of a job that are not on file, in the order of the stream."""
     job, stream, cells = plan.job, plan.stream, plan.cells(network, data)
@@ -130,7 +141,7 @@ def _score_alone(
         if same and key in known:
             outcome = known[key] | {"seconds": 0.0}
         else:
-            run = run or Run(network, data, job, grouped)
+            run = run or make_run()
             outcome = _score(run, data, segment)
             if same:
                 known[key] = outcome
@@ -139,7 +150,11 @@ def _score_alone(
 
 
 def _score_alongside(
-    network: Network, data: Domains, plans: Sequence[_Plan], records: RecordFile, grouped: bool
+    network: Network,
+    data: Domains,
+    plans: Sequence[_Plan],
+    records: RecordFile,
+    make_run: Callable[[], Run],
 ) -> Iterator[Record]:
     """The records of jobs that are not on file: all their streams side by side."""
     cells: dict[tuple[int, int], Record] = {}  # by the number of the job, and of its segment
@@ -153,7 +168,7 @@ def _score_alongside(
             parts += [[((number, i), s) for i, s in stream] for stream in streams]
     if not cells:
         return
-    run = Run(network, data, plans[0].job, grouped)
+    run = make_run()
     left = Counter(cell for stream in parts for cell, _ in stream)
     scored: dict[tuple[int, int], list[tuple[Segment, Tensor]]] = defaultdict(list)
     started, waiting = _now(run.device), iter(parts)

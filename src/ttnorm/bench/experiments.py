@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..data.corruptions import CORRUPTIONS
@@ -235,18 +235,32 @@ class Only:
     scenarios: tuple[str, ...] = ()
     batch_sizes: tuple[int, ...] = ()
 
-    def of(self, name: str, experiment: Experiment) -> Experiment:
-        """That part; an experiment without any of it is an error."""
-        rows = {_text(*row): row for row in experiment.rows}
-        for what, wanted, there in (
-            ("row", self.rows, (*rows, *experiment.variants)),
-            ("scenario", self.scenarios, experiment.scenarios),
-            ("batch size", self.batch_sizes, experiment.batch_sizes),
+    def of_all(self, experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
+        """That part of those that have any of it; what none of them has is an error."""
+        for what, wanted, place in (
+            ("row", self.rows, 0),
+            ("scenario", self.scenarios, 1),
+            ("batch size", self.batch_sizes, 2),
         ):
-            if wanted and not set(wanted) & set(there):
+            there = dict.fromkeys(v for e in experiments.values() for v in _choices(e)[place])
+            missing = [value for value in wanted if value not in there]
+            if missing:
                 raise ValueError(
-                    f"{name} has no {what} {wanted[0]}; it has {', '.join(map(str, there))}."
+                    f"{', '.join(experiments)} {'have' if len(experiments) > 1 else 'has'} no "
+                    f"{what} {missing[0]}; there is {', '.join(map(str, there))}."
                 )
+        parts = {name: self._of(experiment) for name, experiment in experiments.items()}
+        left = {
+            name: part
+            for name, part in parts.items()
+            if (part.rows or part.variants) and part.scenarios and part.batch_sizes
+        }
+        if not left:
+            raise ValueError(f"No one of {', '.join(experiments)} has all of that together.")
+        return left
+
+    def _of(self, experiment: Experiment) -> Experiment:
+        rows = {_text(*row): row for row in experiment.rows}
         kept = self.rows or (*rows, *experiment.variants)
         return dataclasses.replace(
             experiment,
@@ -255,6 +269,12 @@ class Only:
             scenarios=_kept(experiment.scenarios, self.scenarios),
             batch_sizes=_kept(experiment.batch_sizes, self.batch_sizes),
         )
+
+
+def _choices(experiment: Experiment) -> tuple[tuple[Any, ...], ...]:
+    """Its rows, scenarios and batch sizes."""
+    rows = tuple(_text(*row) for row in experiment.rows)
+    return (*rows, *experiment.variants), experiment.scenarios, experiment.batch_sizes
 
 
 def _text(norm: str, method: str) -> str:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import artefact
 from ..batches import describe
 from ..data.images import VOID
-from ..methods import method_named
+from ..methods import Method, method_named
 from ..methods.setting import Setting
-from ..norms import norm_named
+from ..norms import apply_norm_, norm_named
 from ..tree import device_of
 from . import scenarios
 from .scenarios import SCENARIOS, Segment
+
+logger = logging.getLogger("ttnorm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,26 @@ class Network:
     _classes: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict, init=False)
 
     def can_have(self, norm: str) -> bool:
-        """Whether it has the alpha file that a norm needs, if it needs one."""
-        return norm_named(norm).alpha_file in (None, *self.alpha_files)
+        """Whether it has the alpha file that a norm needs, if it needs one, and in that what a
+        memory needs, if it has one."""
+        kind = norm_named(norm).alpha_file
+        if kind is None or kind not in self.alpha_files or not norm_named(norm).remembers:
+            return kind in (None, *self.alpha_files)
+        try:
+            self.under(norm, 1)
+        except ValueError as error:
+            logger.warning("%s is left out: %s", norm, error)
+            return False
+        return True
+
+    def under(self, norm: str, batch_size: int) -> nn.Module:
+        """A copy of it that has the norm."""
+        return apply_norm_(
+            copy.deepcopy(self.model),
+            norm,
+            batch_size=batch_size,
+            alpha_file=self.alpha_files.get(norm_named(norm).alpha_file or ""),
+        )
 
     def classes(self, size: tuple[int, int]) -> int:
         """How many classes it tells apart, asked once for every size of images."""
@@ -93,9 +113,9 @@ class Domains:
 
     def subset(self, count: int) -> Domains:
         """The first `count` images of every domain."""
-        labels = first_labels(self.labels, count)
+        check_count(count, self.labels)
         images = {domain: x[:count] for domain, x in self.images.items()}
-        return dataclasses.replace(self, images=images, labels=labels)
+        return dataclasses.replace(self, images=images, labels=self.labels[:count])
 
     def to(self, device: str) -> Domains:
         """On the device; or where they are, if they took more than half of what a GPU has free.
@@ -110,11 +130,10 @@ class Domains:
         return dataclasses.replace(self, images=images, labels=self.labels.to(device))
 
 
-def first_labels(labels: Tensor, count: int | None) -> Tensor:
-    """Those of the first `count` images, or of all; raises if there are not that many."""
+def check_count(count: int | None, labels: Tensor) -> None:
+    """Raise if there are not as many images as a subset is to have."""
     if count is not None and not 1 <= count <= len(labels):
         raise ValueError(f"The subset is {count} images, expected 1 to {len(labels)}.")
-    return labels[:count]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,9 +167,14 @@ class Job:
 
 def check(network: Network, data: Domains, jobs: Iterable[Job]) -> None:
     """Raise on what `evaluate` would refuse: before hours of work, not after."""
-    kinds = {kind for job in jobs if (kind := _check(job, network, data)) is not None}
-    for kind in sorted(kinds):
-        artefact.load_(copy.deepcopy(network.model), network.alpha_files[kind])
+    jobs = list(jobs)
+    for job in jobs:
+        _check(job, network, data)
+    # the same norms and methods as later, made once each
+    for norm, method, size, scenario in {
+        (job.norm, job.method, job.batch_size, job.scenario): None for job in jobs
+    }:
+        adapting(network, data, Job(norm=norm, method=method, batch_size=size, scenario=scenario))
     check_labels(data.dataset, data.labels, network.name, network.classes(data.image_size))
 
 
@@ -177,8 +201,8 @@ def check_labels(
         )
 
 
-def _check(job: Job, network: Network, data: Domains) -> str | None:
-    """Raise on names and sizes that are not there; returns the kind of alpha file it needs."""
+def _check(job: Job, network: Network, data: Domains) -> None:
+    """Raise on names and sizes that are not there."""
     norm = norm_named(job.norm)
     if job.streams != 1 and not (norm.remembers and job.method == "none"):
         raise ValueError(f"{job.norm} with {job.method} remembers no streams: expected one.")
@@ -200,7 +224,15 @@ def _check(job: Job, network: Network, data: Domains) -> str | None:
             f"{job.norm} needs an alpha file of {network.name} ({norm.alpha_file}): "
             "post-train it, or leave that norm out."
         )
-    return norm.alpha_file
+
+
+def adapting(network: Network, data: Domains, job: Job) -> tuple[nn.Module, Method]:
+    """A copy of the network under the job's norm, and the job's method around it."""
+    model = network.under(job.norm, job.batch_size)
+    spec, options = method_named(job.method), method_options(network, data, job)
+    if spec.needs_agreement:
+        options["weights"] = network.agreement
+    return model, spec.make(model.eval(), job.batch_size, **options)
 
 
 def method_options(network: Network, data: Domains, job: Job) -> dict[str, Any]:

@@ -7,7 +7,6 @@ batches run one after another, to the same predictions.
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import logging
@@ -16,11 +15,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..methods import method_named
-from ..norms import apply_norm_, norm_named
+from ..norms import norm_named
+from ..progress import Progress
 from ..tree import device_of
 from .alongside import alongside
-from .job import Domains, Job, Network, method_options
+from .job import Domains, Job, Network, adapting
 from .scenarios import Segment, apart
 
 logger = logging.getLogger("ttnorm")
@@ -51,25 +50,22 @@ def shares_forwards(job: Job) -> bool:
 
 
 class Run:
-    """A network under a norm and a method, going over a stream."""
+    """A network under a norm and a method, going over a stream; `progress` counts its images."""
 
-    def __init__(self, network: Network, data: Domains, job: Job, grouped: bool) -> None:
-        norm = norm_named(job.norm)
-        model = apply_norm_(
-            copy.deepcopy(network.model),
-            job.norm,
-            batch_size=job.batch_size,
-            alpha_file=network.alpha_files.get(norm.alpha_file or ""),
-        )
-        spec = method_named(job.method)
-        options = method_options(network, data, job)
-        if spec.needs_agreement:
-            options["weights"] = network.agreement
-        self.method = spec.make(model.eval(), job.batch_size, **options)
-        self.model, self.batch_size = model, job.batch_size
+    def __init__(
+        self,
+        network: Network,
+        data: Domains,
+        job: Job,
+        grouped: bool,
+        progress: Progress | None = None,
+    ) -> None:
+        self.progress = progress
+        self.model, self.method = adapting(network, data, job)
+        self.batch_size = job.batch_size
         self.classes = network.classes(data.image_size)
         self.pictures = list(data.images.values())
-        self.device = device_of(model)
+        self.device = device_of(self.model)
         height, width = data.image_size
         kind = self.device.type if self.device.type in SAMPLES_AT_ONCE else "cpu"
         whole = min(SAMPLES_AT_ONCE[kind], PIXELS_AT_ONCE[kind] // (height * width))
@@ -122,6 +118,8 @@ class Run:
         return torch.cat(predicted)
 
     def _images(self, domains: Tensor, images: Tensor) -> Tensor:
+        if self.progress is not None:
+            self.progress.step(by=len(images))
         order = domains.argsort(stable=True)
         there, counts = domains[order].unique_consecutive(return_counts=True)
         parts = images[order].to(self.pictures[0].device).split(counts.tolist())

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from .. import artefact
 from ..data.corruptions import CORRUPTIONS
-from ..data.segmentation import layout_of
+from ..data.segmentation import LAYOUTS
 from . import figures, formats, paper, tables
 from .experiments import EXPERIMENTS
 from .names import ABLATIONS, DATASETS, NAMES, SCENARIOS, data_name
@@ -72,7 +72,7 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
     page.add(_command(records, scored))
     constants = [r for r in records if r["norm"].startswith("constant-")]
     named = [r for r in records if not r["norm"].startswith("constant-")]
-    base = f"{title}-{scenario}".replace(", ", "-").replace(" ", "-")
+    base = _file_name(f"{title}-{scenario}")
     if named:
         _main_figure(page, named, base)
         table = tables.by_batch_size(named, dataset=dataset, scenario=scenario)
@@ -98,7 +98,7 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
             page.table(f"{base}-B{size}", table)
         smallest = min(r["batch_size"] for r in named)
         for domain in dict.fromkeys(r["domain"] for r in named if not r["severity"]):
-            options = {"batch_size": smallest, "classes": layout_of(dataset).classes}
+            options = {"batch_size": smallest, "classes": _classes(dataset, named)}
             table = tables.by_class(named, domain=domain, **options)  # type: ignore[arg-type]
             page.add(f"Every class in {domain.replace('_', ' ')}, B = {smallest}:")
             page.table(f"{base}-{domain}-classes", table)
@@ -109,6 +109,13 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
         page.table(f"{base}-domains", tables.by_domain(named, **options))
         page.figure(f"{base}-domains", figures.error_by_domain(named, **options))
         _each_corruption(page, named, base)
+
+
+def _classes(dataset: str, records: Sequence[Record]) -> Sequence[str]:
+    """Their names, or numbers of a data set of somebody's own."""
+    if dataset in LAYOUTS:
+        return LAYOUTS[dataset].classes
+    return [f"class {number}" for number in range(len(records[0]["iou"]))]
 
 
 def _main_figure(page: _Page, records: list[Record], base: str) -> None:
@@ -154,7 +161,7 @@ def _meets_small_batches(record: Record) -> bool:
 def _ablations(page: _Page, records: list[Record], title: str) -> None:
     """Tables of variants of post-training, where there are records of them."""
     dataset = records[0]["dataset"]
-    base = title.replace(", ", "-").replace(" ", "-")
+    base = _file_name(title)
     variants = tables.fitted_variants(records)
     for about, names in ABLATIONS.items():
         if not variants & (names.keys() - {"default"}):
@@ -173,6 +180,11 @@ def _ablations(page: _Page, records: list[Record], title: str) -> None:
             page.add(f"Alpha was fitted to {few} here; the default's, in the last column, to all.")
             figure = figures.corruption_by_corruption(records, dataset=dataset, what=what)
             page.figure(f"{base}-corruptions-{what}", figure)
+
+
+def _file_name(title: str) -> str:
+    """Of a data set that may be called anything."""
+    return re.sub(r"[^\w.+-]+", "-", title)
 
 
 def _gains(table: tables.Table, records: Sequence[Record]) -> str:

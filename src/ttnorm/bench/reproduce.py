@@ -52,7 +52,7 @@ def reproduce(
         only: a part of each.
     """
     only = only or Only()
-    chosen = {name: only.of(name, whole) for name, whole in experiments_named(names).items()}
+    chosen = only.of_all(experiments_named(names))
     given = {bench.dataset for bench in benches.values()}
     if not any(given & set(experiment.datasets) for experiment in chosen.values()):
         wanted = sorted({dataset for e in chosen.values() for dataset in e.datasets})

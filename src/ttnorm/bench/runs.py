@@ -17,7 +17,7 @@ from ..data.corruptions import CORRUPTIONS
 from ..data.imagenet import CLASSES, Preprocessing, load_imagenet, load_imagenet_c, usable_files
 from ..data.images import Images
 from ..models import zoo
-from .job import Domains, Network, check_labels, first_labels
+from .job import Domains, Network, check_count, check_labels
 
 BYTES_AT_ONCE = 8 * 2**30  # of images; a corruption of ImageNet-C has 7.5 GB of them
 
@@ -100,7 +100,8 @@ def stored_domains(
         corruptions, severity: which of them.
         preprocessing: what ImageNet's networks want.
         skip_bad: leave out files that cannot be used.
-        subset: the first so many images of every domain; None for all.
+        subset: so many images of every domain: the first, and of ImageNet, whose images come class
+            after class, some of all classes. None for all.
         ours, exchange: where there are other processes: see `usable_files`.
     """
     folder = check_folder(folder, clean)
@@ -120,22 +121,26 @@ def stored_domains(
         else:
             test = load_cifar(folder, "test")
         labels = test.labels
-        readers = {"clean": lambda: Images(test.images[:subset], labels[:subset])}
+        which = _subset(labels, subset, dataset)
+        readers = {"clean": lambda: Images(test.images[which], labels[which])}
     elif dataset == "imagenet" and not (folder / "labels.npy").is_file():
         files = usable_files(
             folder, corruptions, severity, skip_bad=skip_bad, ours=ours, exchange=exchange
         )
         labels = torch.tensor(list(files.values()))
-        files = dict(list(files.items())[:subset])
+        which = _subset(labels, subset, dataset)
+        there = list(files.items())
+        files = dict(there[which] if isinstance(which, slice) else [there[i] for i in which])
         load = partial(_from_pictures, folder, severity, preprocessing, files)
         readers = {c: partial(load, c) for c in corruptions}
     else:
         most = 100 if dataset == "cifar" else CLASSES
         labels = load_labels(folder, severity, classes=most)
+        which = _subset(labels, subset, dataset)
         for corruption in corruptions:  # all of them are looked at before one is scored
             open_corrupted(folder, corruption, severity, size=size)
         load = partial(
-            load_corrupted, folder, severity=severity, size=size, classes=most, most=subset
+            load_corrupted, folder, severity=severity, size=size, classes=most, which=which
         )
         readers = {c: partial(load, c) for c in corruptions}
     # ImageNet's may be some of the classes, CIFAR's have to be all
@@ -143,10 +148,18 @@ def stored_domains(
     return StoredDomains(
         dataset=name if clean else f"{name}-c",
         severity=0 if clean else severity,
-        labels=first_labels(labels, subset),
+        labels=labels[which],
         size=size,
         readers=readers,
     )
+
+
+def _subset(labels: Tensor, count: int | None, dataset: str) -> slice | list[int]:
+    """Which images are scored, of those with these labels."""
+    check_count(count, labels)
+    if count is None or dataset != "imagenet":
+        return slice(count)
+    return (torch.arange(count) * len(labels) // count).tolist()
 
 
 def check_folder(folder: Path | None, clean: bool) -> Path:

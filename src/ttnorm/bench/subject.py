@@ -12,7 +12,7 @@ from torch import nn
 
 from ..data.corruptions import CORRUPTIONS
 from ..data.loader import DeviceLoader
-from ..files import unfinished
+from ..files import short_fingerprint, unfinished
 from ..methods import METHODS
 from ..methods.swr import gradient_agreement
 from .experiments import Part
@@ -112,12 +112,24 @@ class Subject:
 
     @cached_property
     def agreement(self) -> dict[str, float]:
-        """Kept in a file: a GPU gives other last digits every time, and records name them."""
-        path = self.folder / f"{self.name}.agreement.json"
-        if not path.is_file():
+        def measure() -> dict[str, float]:
             source = self.source("default")
-            loader = DeviceLoader(*source.train, min(source.batch_size, len(source.train.labels)))
-            partial = Path(unfinished(path))
-            partial.write_text(json.dumps(gradient_agreement(self.model, loader)))
-            partial.replace(path)
-        return json.loads(path.read_text())
+            batch_size = min(source.batch_size, len(source.train.labels))
+            return gradient_agreement(self.model, DeviceLoader(*source.train, batch_size))
+
+        return kept_agreement(self.folder, self.name, self.model, measure)
+
+
+def kept_agreement(
+    folder: Path, name: str, model: nn.Module, measure: Callable[[], dict[str, float]]
+) -> dict[str, float]:
+    """See `gradient_agreement`; measured where no file in the folder has this network's.
+
+    A GPU, or another CPU, gives other last digits every time, and records name them.
+    """
+    path = folder / f"{name}-{short_fingerprint(model)}.agreement.json"
+    if not path.is_file():
+        partial = Path(unfinished(path))
+        partial.write_text(json.dumps(measure()))
+        partial.replace(path)
+    return json.loads(path.read_text())

@@ -318,7 +318,15 @@ def _row_title(norm: str, method: str, records: Sequence[Record]) -> str:
     """The row's name, with its number of images where other rows have more."""
     own = _images_of_rows(records)[norm, method]
     fewer = own < max(_images_of_rows(records).values())
-    return row_name(norm, method) + (f" ({own:,} images)" if fewer else "")
+    name = row_name(norm, method)
+    if norm == "ttn-counted" and not all(_is_strong(r) for r in records if r["norm"] == norm):
+        name = name.replace("stronger prior, ", "")  # of an alpha file of the user's
+    return name + (f" ({own:,} images)" if fewer else "")
+
+
+def _is_strong(record: Record) -> bool:
+    variant = variant_of(record)
+    return variant is not None and variant[0] == OF_KIND["strong"]
 
 
 def _apart(records: Sequence[Record]) -> frozenset[str]:
@@ -364,4 +372,5 @@ def _note(records: Sequence[Record], seeds: int) -> str:
     streams = f" At B = {sizes}, streams that are remembered have a share of the images each."
     streams = streams if sizes else ""
     scenes = " mIoU in percent: more is better." if "miou" in records[0] else ""
-    return f"{', '.join(models)}; {count} images a domain{runs}.{streams}{scenes}"
+    each = "" if records[0]["scenario"] == "mixed-once" else " a domain"
+    return f"{', '.join(models)}; {count} images{each}{runs}.{streams}{scenes}"

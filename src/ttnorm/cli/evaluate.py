@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -98,7 +99,10 @@ def evaluate(
     ] = None,
     corruption: Annotated[list[str] | None, typer.Option(help="Which; all 15 if none.")] = None,
     severity: Annotated[int, typer.Option(help="1 to 5.")] = 5,
-    subset: Annotated[int | None, typer.Option(help="Only the first images of a domain.")] = None,
+    subset: Annotated[
+        int | None,
+        typer.Option(help="Only so many images of a domain, the first; ImageNet's of all classes."),
+    ] = None,
     seed: Annotated[list[int] | None, typer.Option(help="The order of images; 0.")] = None,
     streams: Annotated[
         int, typer.Option(help="Streams to divide the images among, for norms that remember.")
@@ -114,7 +118,8 @@ def evaluate(
     """Score normalisations: every norm x method x scenario x batch size, one record per cell.
 
     Killed, it goes on where it was; cells on file are not run again (of a network that was trained
-    on with the same running statistics neither: give it another file). Options that take a list are
+    on with the same running statistics neither: give it another file). What swr measures on source
+    images is kept beside the file, and measured once. Options that take a list are
     given several times: --norm tbn --norm ttn. Under torchrun (torchrun --nproc-per-node 8 -m
     ttnorm evaluate ...) every process takes its share of the corruptions, or of the batch sizes
     where corruptions follow on each other, and the records become one file.
@@ -126,6 +131,7 @@ def evaluate(
     from ..bench.records import RecordFile, read_records
     from ..bench.runs import StoredDomains, check_folder, network_under_test, stored_domains
     from ..bench.shards import Shards
+    from ..bench.subject import kept_agreement
     from ..data.corruptions import CORRUPTIONS
     from ..methods.swr import gradient_agreement
 
@@ -147,7 +153,9 @@ def evaluate(
     if source and any(METHODS[m].needs_agreement for m in method or ()):
         examples = inputs.loader(str(source), where, kind, network=network, skip_bad=skip_bad)
         inputs.check_loader(examples, str(source), model, network, kind)
-        agreement = shards.common("agreement", lambda: gradient_agreement(model, examples))
+        kept = partial(kept_agreement, records.parent, f"{records.name}.{_file_name(network)}")
+        measure = partial(gradient_agreement, model, examples)
+        agreement = shards.common("agreement", lambda: kept(model, measure))
     tested = network_under_test(network, model, alpha, dynamic_alpha, agreement)
     for path in tested.alpha_files.values():
         _warn_of_normalised_images(path)
@@ -166,11 +174,17 @@ def evaluate(
             exchange=partial(shards.of_all, "bad files"),
         )
     )
+
+    @functools.cache
+    def norms_there() -> list[str]:
+        names = [n for n in NORMS if streams == 1 or norm_named(n).remembers]
+        return [n for n in names if tested.can_have(n)]
+
     runs: list[tuple[StoredDomains, Sequence[str], list[Job]]] = []
     for chosen in scenario or ["single"]:
         jobs = [
             Job(norm=n, method=m, scenario=chosen, batch_size=b, seed=s, streams=streams)
-            for n in norm or (n for n in NORMS if tested.can_have(n))
+            for n in norm or norms_there()
             for m in method or ["none"]
             for s in seed or [0]
             for b in batch_size or inputs.BATCH_SIZES[kind]
@@ -207,6 +221,11 @@ def report(
     written = write_report(read_records(records), output, alpha or [])
     for path in written:
         console.print(path)
+
+
+def _file_name(network: str) -> str:
+    """Of a network that may be a path or MODULE:FUNCTION."""
+    return re.sub(r"[^\w.+-]+", "-", Path(network).name)
 
 
 def _warn_of_normalised_images(alpha_file: Path) -> None:

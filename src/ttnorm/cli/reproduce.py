@@ -103,11 +103,11 @@ def reproduce(
             "Without --cifar10, --cifar100, --imagenet or --camvid, a folder with it, nothing can "
             "be run."
         )
-    wanted = {d for name, whole in chosen.items() for d in part.of(name, whole).datasets}
+    wanted = {d for experiment in part.of_all(chosen).values() for d in experiment.datasets}
     wanted |= {"camvid"} if pictures is not None else set()
     given = {"cifar10": cifar10, "cifar100": cifar100, "imagenet": imagenet, "camvid": camvid}
     folders = {name: f for name, f in given.items() if f is not None and name in wanted}
-    networks = dict(_network_and_weights(named) for named in network or ["resnet50"])
+    networks = _networks(network or ["resnet50"])
     # what is read, before a folder is made to write to
     _check(folders, networks, camvid_network, textures)
     if quick:
@@ -151,16 +151,27 @@ def reproduce(
             figures.save(scenes.picture(domain), pictures / f"camvid-{domain}.png", dpi=100)
     everything = read_records([records])
     for experiment in chosen.values():
-        for table in tables.of_experiment(experiment, everything):
-            console.print(formats.to_rich(table))
+        try:
+            for table in tables.of_experiment(experiment, everything):
+                console.print(formats.to_rich(table))
+        except ValueError as error:  # of what was in the records before
+            console.print(f"No table of {experiment.title}: {error}", markup=False)
     console.print(
         f"Records are in {records}; ttnorm report {records} --output report makes a page."
     )
 
 
-def _network_and_weights(named: str) -> tuple[str, Path | None]:
-    name, _, file = named.partition("=")
-    return name, Path(file) if file else None
+def _networks(named: list[str]) -> dict[str, Path | None]:
+    """The files of weights by network, None where torchvision's or timm's are to be taken."""
+    found: dict[str, Path | None] = {}
+    for name, _, file in (one.partition("=") for one in named):
+        if name in found:
+            raise ValueError(
+                f"--network has {name} twice: records know it by its name, so give the second a "
+                "run with --records and --work of its own."
+            )
+        found[name] = Path(file) if file else None
+    return found
 
 
 def _check(

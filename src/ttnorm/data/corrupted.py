@@ -42,7 +42,7 @@ def load_corrupted(
     *,
     size: tuple[int, int] = (32, 32),
     classes: int = 100,
-    most: int | None = None,
+    which: slice | Sequence[int] = slice(None),
 ) -> Images:
     """One corruption at one severity.
 
@@ -52,10 +52,10 @@ def load_corrupted(
         severity: 1 to 5.
         size: height and width.
         classes: that labels may be of, at most.
-        most: as many images, the first ones, where there are more.
+        which: of the images; others are not read.
     """
-    labels = load_labels(folder, severity, classes=classes)[:most]
-    images = open_corrupted(folder, corruption, severity, size=size)[:most]
+    labels = load_labels(folder, severity, classes=classes)[which]
+    images = open_corrupted(folder, corruption, severity, size=size)[which]
     return Images(as_tensor(images), labels)
 
 

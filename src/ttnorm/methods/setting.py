@@ -26,7 +26,7 @@ class Setting:
     @property
     def endless(self) -> bool:
         """Whether the method goes on from one domain to the next."""
-        return self.scenario in ("continual", "mixed", "mixed-once", "mixed-pairs")
+        return self.scenario.startswith(("continual", "mixed", "alternating"))
 
     @property
     def large(self) -> bool:

@@ -44,6 +44,8 @@ class SegmentationConfig:
         for name in ("epochs", "batch_size", "lr"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a positive number.")
+        if self.batch_size < 2:
+            raise ValueError("batch_size is 1, expected at least 2: one frame has no statistics.")
 
 
 def train_segmentation(

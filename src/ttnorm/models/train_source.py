@@ -63,6 +63,10 @@ def train_source(
         The network in eval mode, and a row per epoch: loss, lr, seconds and, where it was
         measured, the test error in percent.
     """
+    if len(train.labels) < config.batch_size:
+        raise ValueError(
+            f"There are {len(train.labels)} images, expected a batch of {config.batch_size}."
+        )
     generator = Generator(device).manual_seed(config.seed)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
