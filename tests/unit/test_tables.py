@@ -366,6 +366,19 @@ def test_the_paper_s_corruptions_have_the_average_of_its_main_table(batch_size):
     assert sum(each) / 15 == pytest.approx(paper.error(*cell), abs=0.005)
 
 
+def test_norms_are_said_to_err_the_same_in_continual_as_in_single():
+    for norm in ("source", "tbn", "alpha-bn", "ttn", "ttn-dynamic"):
+        both = [paper.error(s, "cifar10-c", norm, "none", 64) for s in ("single", "continual")]
+        assert both[0] == both[1] is not None
+    assert paper.error("continual", "cifar10-c", "ttn", "tent", 64) == 11.60
+
+
+def test_a_short_mixture_stands_beside_the_paper_s_as_the_long_one_does():
+    for about in (paper.errata, lambda *table: paper.error(*table, "ttn", "swr", 16)):
+        assert about("mixed-once", "cifar100-c") == about("mixed", "cifar100-c")
+        assert about("mixed", "cifar100-c")
+
+
 def test_what_the_paper_does_not_have():
     assert paper.corruption_error("single", "cifar10-c", "ttn", "none", 8, "fog") is None
     assert paper.corruption_error("single", "cifar10-c", "tbn", "none", 200, "fog") is None

@@ -31,9 +31,9 @@ DUSK = "0001TP"
 CORRUPTIONS = ("fog", "snow", "frost", "brightness", "motion_blur", "gaussian_noise")
 BATCH_SIZE = 2  # the paper's for post-training, and for its main table
 PARTS = ("jitter", "blur")  # they leave pixels where they are, as masks do
-# benchmarks/choose_alpha_shift.py
 EPOCHS = 10
 FIT: dict[str, Any] = {"lr": 4e-3, "amp": "bfloat16"}
+# benchmarks/choose_alpha_shift.py
 SHIFT = partial(domain_shift, parts=PARTS, strength=2.0)
 PRIOR = VARIANTS["prior-strong"].prior
 

@@ -79,7 +79,7 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
         page.table(base, table)
         page.add(_gains(table, named))
         if table.higher or any(c.paper is not None for _, cells in table.rows for c in cells):
-            page.add(paper.ERRATA.get((scenario, dataset), ""))
+            page.add(paper.errata(scenario, dataset))
         if "ttn-stream" in {r["norm"] for r in named} and _is_a_curve(named):
             shown = [r for r in named if _meets_small_batches(r)]
             page.add("With and without a memory of the stream:")
@@ -91,7 +91,7 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
         table = tables.by_batch_size(both, dataset=dataset, scenario=scenario)
         page.table(f"{base}-constant", table)
         page.add(_gains(table, named))
-        page.add(paper.ERRATA.get((f"{scenario}, constants", dataset), ""))
+        page.add(paper.errata(f"{scenario}, constants", dataset))
     if named and "miou" in named[0]:
         for size, table in tables.every_domain(named, dataset, scenario).items():
             page.add(f"B = {size}:")

@@ -84,7 +84,7 @@ VARIANTS: dict[str, Variant] = {
     "alpha-jitter": Variant(parts=DOMAIN_PARTS[:1]),
     "alpha-affine": Variant(parts=DOMAIN_PARTS[:2]),
     "alpha-blur": Variant(parts=DOMAIN_PARTS[:3]),
-    # SimCLR's jitter and torchvision's RandomInvert: a prior as high as the paper's
+    # SimCLR's jitter for ImageNet and torchvision's RandomInvert: a prior as high as the paper's
     "prior-strong": Variant(prior={"strength": 2.0, "invert": 0.5}),
     **{f"prior-{c}": Variant(prior_corruption=c) for c in CORRUPTIONS},
     **{f"alpha-{c}": Variant(corruption=c) for c in CORRUPTIONS},
