@@ -1,16 +1,20 @@
 """Run by torchrun from test_distributed.py: every rank takes its part of each batch."""
 
+import itertools
 import os
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
 import ttnorm
+from ttnorm.augment import shift_images
 from ttnorm.tree import CLASSES, CONTENT
 
 
@@ -84,21 +88,20 @@ def post_train():
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     checkpoint = Path(folder[0]) / "run.safetensors"
-    batches = []
+    steps = itertools.count(1)
 
-    def stop(images, generator):
-        batches.append(1)
-        if len(batches) == 9:  # in the second epoch
+    def shift_or_stop(*args, **kwargs):
+        if next(steps) == 9:  # in the second epoch
             raise KeyboardInterrupt
-        return darker(images, generator)
+        return shift_images(*args, **kwargs)
 
-    stop.__qualname__ = darker.__qualname__  # to a checkpoint, the same augmentation
-    try:
-        ttnorm.post_train_(
-            network(), loader, config, augment=stop, prior_augment=darker, checkpoint=checkpoint
-        )
-    except KeyboardInterrupt:
-        dist.barrier()
+    # not an augmentation that stops: to a checkpoint that would be another run
+    with (
+        mock.patch("ttnorm.posttrain.shift_images", shift_or_stop),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        ttnorm.post_train_(network(), loader, config, checkpoint=checkpoint, **options)
+    dist.barrier()
     resumed = ttnorm.post_train_(network(), loader, config, checkpoint=checkpoint, **options)
     known = {"content": model.__dict__[CONTENT].mean, "classes": model.__dict__[CLASSES].codes}
     return {
