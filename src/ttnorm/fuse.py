@@ -57,7 +57,8 @@ def fuse(model: nn.Module) -> fx.GraphModule:
         moved = [norm] if residual is None else [norm, relu.all_input_nodes[0]]
         inputs = (norm.all_input_nodes[0], *([] if residual is None else [residual]))
         if any(
-            _changes(value, node, relu, moved) for value, node in zip(inputs, moved, strict=True)
+            _changes(value, node, relu, moved, modules)
+            for value, node in zip(inputs, moved, strict=True)
         ):
             continue
         target = str(norm.target)
@@ -150,18 +151,28 @@ def _norm_before(
     return None, None
 
 
-def _changes(value: fx.Node, first: fx.Node, last: fx.Node, but: list[fx.Node]) -> bool:
+def _changes(
+    value: fx.Node,
+    first: fx.Node,
+    last: fx.Node,
+    but: list[fx.Node],
+    modules: dict[str, nn.Module],
+) -> bool:
     """Whether a value may be changed in place between two nodes: something else takes it there, or
     what may be a view of it."""
     node = first.next
     while node is not last:
-        if node not in but and (value in node.all_input_nodes or _is_in_place(node)):
+        if node not in but and (value in node.all_input_nodes or _is_in_place(node, modules)):
             return True
         node = node.next
     return False
 
 
-def _is_in_place(node: fx.Node) -> bool:
+def _is_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    if node.kwargs.get("inplace") or "out" in node.kwargs:
+        return True
+    if node.op == "call_module":
+        return getattr(modules[str(node.target)], "inplace", False)
     if node.op == "call_method":
         return str(node.target).endswith("_")
     name = getattr(node.target, "__name__", "")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+import pickle
+import random
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -18,6 +23,9 @@ from .files import checksum
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _TOLD_BY_REPR = (np.generic, torch.dtype, torch.device, range, slice, PurePath)
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
+_THEIR_OWN = vars(nn.Module())  # what torch keeps in every module
+_RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_NOT_LOOKED_INTO = (*_RANDOM, logging.Logger)  # change with use, and know all other loggers
 _NOT_THEIRS = {*sys.stdlib_module_names, "torch"}  # whose code no user changes
 
 
@@ -92,7 +100,8 @@ def _content(value: Any, met: dict[int, tuple[int, Any]]) -> Any:
     if isinstance(value, (list, tuple)):
         return inner(value)
     if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, inner(value)))
+        # apart from each other, for their order is not the same in another process
+        return sorted(repr(_content(v, dict(met))) for v in value)
     if isinstance(value, partial):
         return inner((value.func, value.args, value.keywords))
     if isinstance(value, MethodType):
@@ -107,12 +116,38 @@ def _content(value: Any, met: dict[int, tuple[int, Any]]) -> Any:
         return value.__qualname__
     if isinstance(value, ModuleType):
         return value.__name__
-    held = dict(getattr(value, "__dict__", {}))
+    kind = type(value)
+    held = {} if isinstance(value, _NOT_LOOKED_INTO) else _held_by(value)
+    return [kind.__qualname__, inner(_code_of(kind)), _content(held, met)]
+
+
+def _held_by(value: Any) -> dict[str, Any]:
+    """The values that an object holds, by name."""
     if isinstance(value, nn.Module):
         # not its mode, which is the fit's to choose, nor hooks, nor what it last drew
-        held = {k: v for k, v in held.items() if k in _OF_MODULES or not k.startswith("_")}
-        held.pop("training", None)  # a scripted one has none
-    return [type(value).__qualname__, inner(_code_of(type(value))), _content(held, met)]
+        return {
+            k: v
+            for k, v in vars(value).items()
+            if k in _OF_MODULES or not (k in _THEIR_OWN or _is_passing(k, v))
+        }
+    slots = {slot for part in type(value).__mro__ for slot in _slots(part) if hasattr(value, slot)}
+    held = {slot: getattr(value, slot) for slot in sorted(slots)} | getattr(value, "__dict__", {})
+    if not held:
+        # made in C: what it is pickled as, where it can be
+        with contextlib.suppress(Exception):
+            held["pickled"] = pickle.dumps(value)
+    return held
+
+
+def _is_passing(name: str, value: Any) -> bool:
+    """Whether a module probably has it for the time being: a tensor or None in private."""
+    return name.startswith("_") and (value is None or not isinstance(value, _PLAIN))
+
+
+def _slots(kind: type) -> Sequence[str]:
+    slots = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else slots
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _inside(cell: CellType) -> Any:
@@ -124,11 +159,15 @@ def _inside(cell: CellType) -> Any:
 
 def _code_of(kind: type) -> list[Any]:
     """What a class and its bases define, but for those of torch and of Python itself."""
-    return [
-        member
+    members = [
+        (name, getattr(member, "__func__", member))  # of static and class methods
         for part in kind.__mro__
         if part.__module__.partition(".")[0] not in _NOT_THEIRS
         for name, member in vars(part).items()
+    ]
+    return [
+        member
+        for name, member in members
         if isinstance(member, FunctionType)
-        or (isinstance(member, _PLAIN) and not name.startswith("__"))
+        or (isinstance(member, (*_PLAIN, tuple)) and not name.startswith("__"))
     ]

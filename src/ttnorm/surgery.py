@@ -216,7 +216,7 @@ def isolated(model: M, group_size: int) -> Iterator[M]:
 
 def _leave_group(layer: nn.Module, size: int) -> None:
     """Have a layer the group size of those that still isolate it, or the one from before."""
-    before, *sizes = layer.__dict__.pop("_group_sizes")
+    before, *sizes = layer.__dict__.pop("_group_sizes", (None, size))
     last = max(place for place, one in enumerate(sizes) if one == size)
     del sizes[last]  # who leaves first of several alike makes no difference
     if sizes:
@@ -357,7 +357,7 @@ def _alpha_per_layer(
             )
         given = {name: torch.as_tensor(value) for name, value in alpha.items()}
     elif isinstance(alpha, Real):  # NumPy's, too
-        given = {name: torch.tensor(float(alpha)) for name in layers}
+        given = {name: torch.tensor(float(alpha), dtype=torch.float64) for name in layers}
     else:
         raise TypeError(
             f"alpha is a {type(alpha).__name__}, expected a number, or a dict of tensors by layer."

@@ -70,7 +70,7 @@ def test_its_errors_are_those_of_the_records():
     columns = [("cifar10-c", "wrn40_2-cifar10", b) for b in (200, 16, 1)]
     columns += [("cifar100-c", "wrn40_2-cifar100", b) for b in (200, 16, 1)]
     columns += [("imagenet-c", "mobilenet_v2", b) for b in (64, 16, 1)]
-    norms = ("source", "tbn", "adaptive-bn", "ttn", "ttn-counted", "ttn-stream")
+    norms = ("source", "tbn", "alpha-bn", "adaptive-bn", "ttn", "ttn-counted", "ttn-stream")
     records = [r for r in read_records([ROOT / "results"]) if r["scenario"] == "single"]
     records = [r for r in records if r["method"] == "none" and is_of_its_norm(r)]
     for norm, cells in zip(norms, rows[2:], strict=True):

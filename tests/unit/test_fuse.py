@@ -1,9 +1,11 @@
 """A fused network says what the network says, with fewer steps."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torchvision
 from torch import nn
 
@@ -199,17 +201,29 @@ def test_what_is_added_to_in_place_and_used_later_is_not_fused():
     assert torch.allclose(ttnorm.fuse(model)(x), model(x), atol=1e-6)
 
 
-def test_what_is_changed_through_a_view_is_not_fused():
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda view: view.mul_(2),
+        nn.ReLU(inplace=True),
+        partial(F.relu, inplace=True),
+        lambda view: torch.mul(view, 2, out=view),
+    ],
+    ids=["a method", "a module", "a function", "out"],
+)
+def test_what_is_changed_through_a_view_is_not_fused(change):
     class Viewed(nn.Module):
         def __init__(self):
             super().__init__()
             self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+            self.change = change
 
         def forward(self, x):
             x = self.conv(x)
             view = x.view(x.shape)
             y = self.norm(x)
-            view.mul_(2)
+            self.change(view)
             return (y + x).relu()
 
     model, x = settle(Viewed()), torch.randn(4, 3, 5, 5)

@@ -1,5 +1,10 @@
 """What tells a user's function from another, in any process."""
 
+import collections
+import dataclasses
+import logging
+import operator
+import os
 import subprocess
 import sys
 from functools import partial
@@ -58,6 +63,21 @@ def with_attribute(by):
     return type("Shift", (Shift,), {"by": by})(0.0)
 
 
+class Private(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self._by = by
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    by: float
+
+
+def with_static_method(by):
+    return type("Shift", (), {"of": staticmethod(lambda images: by * images)})()
+
+
 def module(by):
     return nn.Sequential(nn.Threshold(by, 0.0), nn.Dropout(0.1))
 
@@ -76,6 +96,11 @@ KINDS = {
     "one of many weights": long_weight,
     "an object in a partial": lambda by: partial(closure(0.1), generator=Shift(by)),
     "a module": module,
+    "a module's private number": Private,
+    "a slot": Slotted,
+    "an object of C": lambda by: Shift([operator.itemgetter(by), collections.deque([by])]),
+    "a static method": with_static_method,
+    "a class's tuple": lambda by: type("Shift", (Shift,), {"sizes": (by,)})(0.0),
     "a list, a set and a dict": lambda by: Shift([{by}, {"by": by}]),
 }
 
@@ -122,14 +147,30 @@ def test_what_a_module_s_use_changes_does_not_count():
     assert identity_of(kornia.augmentation.ColorJitter(0.8, 0.4, 0.4, 0.1)) != before
 
 
+def test_loggers_and_generators_of_randomness_are_not_looked_into():
+    name = f"{__name__}.of a shift"
+    logger, generator = logging.getLogger(name), torch.Generator()
+    before = identity_of(Shift([logger, generator, np.random.default_rng(0)]))
+    logging.getLogger(f"{name}.another")
+    torch.rand(3, generator=generator)
+    assert identity_of(Shift([logger, generator, np.random.default_rng(1)])) == before
+
+
 def test_another_process_gives_the_same():
     code = (
-        "from functools import partial; import torch\n"
+        "from functools import partial; import torch; import logging\n"
         "from ttnorm import prior_shift\n"
         "from ttnorm.identity import identity_of\n"
         "shift = partial(prior_shift, strength=2, invert=0.5)\n"
-        "print(identity_of(shift), identity_of(torch.nn.BCELoss(torch.ones(3))))"
+        "both = {('a', shift), ('b', shift), ('c', logging.getLogger('ttnorm'))}\n"
+        "print(identity_of(shift), identity_of(torch.nn.BCELoss(torch.ones(3))))\n"
+        "print(identity_of(lambda: both))"
     )
-    runs = [subprocess.check_output([sys.executable, "-c", code]) for _ in range(2)]
-    assert runs[0] == runs[1]
+    runs = [
+        subprocess.check_output(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}
+        )
+        for seed in "0123"
+    ]
+    assert len(set(runs)) == 1
     assert runs[0].startswith(b"prior_shift(strength=2, invert=0.5) ")

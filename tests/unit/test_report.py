@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 from made_records import RECORDS, fitted
@@ -47,6 +48,24 @@ class TestReport:
         ends = sorted(t.get_position()[1] for t in axes.texts if "batch" not in t.get_text())
         low, high = axes.get_ylim()
         assert min(b - a for a, b in itertools.pairwise(ends)) > 0.05 * (high - low)
+
+    def test_a_first_look_has_errors_at_their_batch_sizes_and_none_that_are_missing(self):
+        few = [r | {"norm": "ttn-stream"} for r in RECORDS if r["norm"] == "ttn"]
+        few = [r for r in few if r["batch_size"] == 1]
+        unfinished = [r | {"norm": "tbn", "batch_size": 16} for r in RECORDS if r["norm"] == "tbn"]
+        records = RECORDS + few + unfinished[:1]
+        (axes,) = figures.in_short(records, dataset="cifar10-c").axes
+        drawn = {line.get_color(): np.asarray(line.get_ydata()) for line in axes.lines}
+        sizes = [tick.get_text() for tick in axes.get_xticklabels()]
+        assert sizes == ["200", "16", "1"]
+        found = [np.isfinite(errors).tolist() for errors in drawn.values()]
+        assert sorted(found) == [[False, False, True], *[[True, False, True]] * 3]
+
+    def test_ablations_alone_are_a_report(self, tmp_path):
+        """What `reproduce figure5` leaves."""
+        ttn = [r for r in RECORDS if r["norm"] == "ttn" and r["batch_size"] == 200]
+        write_report([r for c in CORRUPTIONS for r in fitted(f"prior-{c}", 0, ttn)], tmp_path)
+        assert [p.name for p in tmp_path.rglob("*.svg")] == ["cifar10-c-corruptions-prior.svg"]
 
     def test_two_alpha_files_of_one_name_are_refused_before_anything_is_written(self, tmp_path):
         model = surgery.convert_(torch.nn.Sequential(torch.nn.BatchNorm2d(8)), 0.3)

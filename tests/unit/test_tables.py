@@ -196,6 +196,8 @@ def test_alpha_after_the_stronger_prior_is_the_counted_norms_own_and_an_ablation
     assert cells[0].ours == 12
     assert tables.fitted_variants(counted) == set()
     assert tables.fitted_variants(counted + plain) == {"prior-strong"}
+    asked_for = [r | {"experiment": "evaluate"} for r in plain]  # with --alpha
+    assert dict(table(asked_for).rows)["TTN"][0].ours == 14
 
 
 def test_of_an_alpha_file_of_the_user_s_no_prior_is_claimed():

@@ -80,8 +80,10 @@ def error_by_batch_size(records: Iterable[Record], *, dataset: str, scenario: st
         line_style = _LINES.get(method, "o-") if method else _NORM_LINES.get(norm, "o-")
         colour = _COLOURS.get(norm)
         (line,) = axes.plot(sizes, errors, line_style, markersize=4, label=name, color=colour)
-        # thin lines over thick ones: both are seen where they are the same
-        line.set(linewidth=3.2 if name in _THICK else 1.3, zorder=3 if name in _THICK else 4)
+        if name in _THICK:  # and pale below the thin ones: both are seen where they are the same
+            line.set(linewidth=5, alpha=0.45, zorder=3)
+        else:
+            line.set(linewidth=1.3, zorder=4)
         if not method and norm not in ("TBN", "EMA"):
             plain += [error for error in errors if error == error]
     # Batch statistics fall to chance at B = 1, and what follows or adapts over them; the view stays
@@ -106,11 +108,13 @@ def in_short(records: Iterable[Record], *, dataset: str) -> Figure:
     chosen = [r for r in records if r["norm"] in _IN_SHORT and r["method"] == "none"]
     table = by_batch_size(chosen, dataset=dataset, scenario="single")
     errors = {
-        name: [c.ours for c in cells[:-1] if c.ours is not None] for name, cells in table.rows
+        name: np.array([np.nan if c.ours is None else c.ours for c in cells[:-1]])
+        for name, cells in table.rows
+        if any(c.ours is not None for c in cells[:-1])
     }
     others = [error for name, line in errors.items() if name != NAMES["tbn"] for error in line]
     figure, axes = _figure(7.4, 3.6)
-    low, high = 0.9 * min(others), min(1.15 * max(others), 97.0)
+    low, high = 0.9 * np.nanmin(others), min(1.15 * np.nanmax(others), 97.0)
     axes.set_ylim(low, high)
     ends: dict[str, float] = {}
     there = {norm: text for norm, text in _IN_SHORT.items() if NAMES[norm] in errors}
@@ -119,11 +123,12 @@ def in_short(records: Iterable[Record], *, dataset: str) -> Figure:
         axes.plot(range(len(line)), line, "-" if norm == "source" else "o-", color=colour)
         thin = norm == "adaptive-bn"
         axes.lines[-1].set(linewidth=1 if thin else 2, markersize=3 if thin else 5)
+        (places,) = np.isfinite(line).nonzero()  # of batch sizes that have been scored
         if norm == "tbn":
-            end = np.interp(high, line, range(len(line))) + 0.12
-            axes.text(end, high, f"{text}, up to {max(line):.0f} %", color=colour, va="top")
+            end = np.interp(high, line[places], places) + 0.12
+            axes.text(end, high, f"{text}, up to {np.nanmax(line):.0f} %", color=colour, va="top")
         else:
-            ends[norm] = line[-1]
+            ends[norm] = line[places[-1]]
     for norm, height in _apart(ends, 0.06 * (high - low)).items():
         place = len(table.columns) - 2 + 0.12
         axes.text(place, height, _IN_SHORT[norm], color=_COLOURS[NAMES[norm]], va="center")
@@ -148,11 +153,15 @@ def _apart(heights: Mapping[str, float], gap: float) -> dict[str, float]:
 
 def _what(records: Sequence[Record], dataset: str, scenario: str) -> str:
     """The data set, the network, the scenario and what is averaged."""
-    networks = ", ".join(sorted({r["model"]["name"] for r in records}))
     domains = {r["domain"] for r in records}
     mean = f", {len(domains)} corruptions" if len(domains) > 1 else ""
     what = "clean test set" if scenario == "source" else scenario_name(scenario)
-    return f"{data_name(dataset)} ({networks}), {what}{mean}"
+    return f"{_data_and_network(records, dataset)}, {what}{mean}"
+
+
+def _data_and_network(records: Sequence[Record], dataset: str) -> str:
+    networks = ", ".join(sorted({r["model"]["name"] for r in records}))
+    return f"{data_name(dataset)} ({networks})"
 
 
 def _method_and_norm(row: str) -> tuple[str, str]:
@@ -183,7 +192,10 @@ def error_by_domain(
         axes.bar(places, heights, width, label=name, color=_COLOURS.get(name))
     axes.set_xticks(range(len(table.columns)), table.columns, rotation=40, ha="right", fontsize=8)
     axes.set_ylabel(score_name(chosen))
-    title = f"{data_name(dataset)}, {scenario_name(scenario)}, B = {batch_size}"
+    if table.columns[-1].startswith("average"):
+        axes.axvline(len(table.columns) - 1.5, color="0.6", linewidth=0.8)
+    data = _data_and_network(chosen, dataset)
+    title = f"{data}, {scenario_name(scenario)}, B = {batch_size}"
     axes.set_title(title, loc="left", fontsize=11)
     figure.legend(frameon=False, fontsize=8, ncols=len(table.rows), loc="outside upper right")
     return figure
@@ -218,7 +230,7 @@ def alpha_by_depth(
         axes.axvline(end, color="0.92", linewidth=0.6, zorder=0)
     axes.set_xlim(0, start)
     axes.set_ylim(-0.02, 1.02)
-    axes.set_xlabel("channel, from the first layer to the last")
+    axes.set_xlabel("channel, from the first layer to the last; lines are between layers")
     axes.set_ylabel("alpha: 0 source, 1 batch")
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, fontsize=8, markerscale=4)

@@ -73,6 +73,8 @@ def _section(page: _Page, records: list[Record], title: str, scenario: str) -> N
     constants = [r for r in records if r["norm"].startswith("constant-")]
     named = [r for r in records if not r["norm"].startswith("constant-")]
     base = _file_name(f"{title}-{scenario}")
+    if not any(tables.is_of_its_norm(r) for r in named):
+        named = []  # nothing but ablations, which have sections of their own
     if named:
         _main_figure(page, named, base)
         table = tables.by_batch_size(named, dataset=dataset, scenario=scenario)
@@ -266,7 +268,8 @@ class _Page:
         path = self.folder / "results" / f"{name}.svg"
         figures.save(figure, path)
         self.files.append(path)
-        self.add(f"![{name}](results/{name}.svg)")
+        (axes, *_) = figure.axes
+        self.add(f"![{axes.get_title(loc='left')}](results/{name}.svg)")
 
     def write(self) -> None:
         path = self.folder / "results.md"

@@ -346,6 +346,8 @@ def _images_of_rows(records: Sequence[Record]) -> dict[tuple[str, str], int]:
 
 def is_of_its_norm(record: Record) -> bool:
     """Whether its alpha is the one that the norm stands for, and no ablation of it."""
+    if record.get("experiment") == "evaluate":
+        return True  # which scores what it is given
     variant = variant_of(record)
     norm = NORMS.get(record["norm"])
     own = OF_KIND.get(norm.alpha_file or "") if norm else None
