@@ -124,7 +124,7 @@ class Norm:
         options: its keyword arguments; they go into every record.
         alpha_file: the kind of alpha file it needs: see `models.zoo.alpha_files`.
         per_sample: whether an image's prediction is the same at every batch size.
-        remembers: whether it has a memory of the stream: see `stream`.
+        remembers: whether it has a memory of streams: see `stream`.
     """
 
     function: Callable[..., nn.Module]
@@ -132,6 +132,11 @@ class Norm:
     alpha_file: str | None = None
     per_sample: bool = False
     remembers: bool = False
+
+    @property
+    def has_memory(self) -> bool:
+        """Of any kind; MixNorm's is of one stream."""
+        return self.remembers or self.function is mixnorm
 
 
 NORMS: dict[str, Norm] = {

@@ -167,13 +167,27 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"test_labels\.json holds no list of class numbers"):
             load_cifar(tmp_path, "test")
 
-    def test_sheets_of_no_image_or_of_others(self, tmp_path):
+    def test_sheets_of_no_image_or_of_others(self, tmp_path, data):
         (tmp_path / "test_labels.json").write_text('{"fine": []}')
         Image.new("RGB", (32, 32)).save(tmp_path / "test_0.webp")
         with pytest.raises(ValueError, match="0 labels; expected uint8, and as many of both, one"):
             load_cifar(tmp_path, "test")
+        other = tmp_path / "npm"
+        other.mkdir()
+        write_npm(other, data)
+        Image.new("RGB", (50, 50)).save(other / "test_batch.png")
+        with pytest.raises(ValueError, match=r"test_batch\.png has shape \(50, 50, 3\), expected"):
+            load_cifar(other, "test")
         Image.new("RGB", (32, 40)).save(tmp_path / "test_0.webp")
         with pytest.raises(ValueError, match=r"test_0\.webp has shape \(40, 32, 3\), expected mul"):
+            load_cifar(tmp_path, "test")
+
+    @pytest.mark.parametrize("label", [None, 2**70])
+    def test_labels_in_a_pickle_that_are_no_classes(self, tmp_path, data, label):
+        write_official(tmp_path, data)
+        path = tmp_path / "cifar-10-batches-py/test_batch"
+        path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()) | {"labels": [label] * 12}))
+        with pytest.raises(ValueError, match=f"{tmp_path} has labels that are no class numbers"):
             load_cifar(tmp_path, "test")
 
     def test_labels_out_of_range(self, tmp_path, data):

@@ -214,6 +214,10 @@ def test_what_swr_measures_is_kept_by_the_network(ttnorm, corrupted, tmp_path):
     assert "8 new records, 8 from before" in ttnorm(line)[1]
     ttnorm(line.replace("mine:network", "mine:another"))
     assert len(list(tmp_path.glob("*.agreement.json"))) == 2
+    kept.write_text("{")
+    code, _, errors = ttnorm(line)
+    assert code == 2
+    assert f"{kept.name} is damaged" in errors
 
 
 @pytest.mark.parametrize(
@@ -235,6 +239,10 @@ def test_what_swr_measures_is_kept_by_the_network(ttnorm, corrupted, tmp_path):
         ("--device xpu", "--device is 'xpu', and torch sees no such GPU here"),
         ("--network wrn", "'wrn' is no network: expected wrn40_2-cifar10"),
         ("--network mine:without_statistics", "1 (BatchNorm2d) keeps no running statistics"),
+        (
+            "--method sliding --norm mixnorm",
+            "sliding is for norms without a memory, and mixnorm has",
+        ),
         ("--method sliding --batch-size 300", "window is 200, expected at least the batch size"),
         ("--network mine:of_three_classes", "labels from 0 to 9; mine:of_three_classes has 3"),
     ],
@@ -268,9 +276,16 @@ def test_damaged_files(ttnorm, corrupted, tmp_path):
     assert "labels.npy has float64, expected whole numbers" in ttnorm(EVALUATE)[2]
     np.save(labels, np.full(60, 99))
     code, _, errors = ttnorm(EVALUATE)
-    assert "The data set has labels from 99 to 99; mine:network has 10 classes" in errors
+    assert "cc has labels from 99 to 99; mine:network has 10 classes" in errors
     assert code == 2
     assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_a_folder_is_no_file_of_records(ttnorm, corrupted, tmp_path):
+    (tmp_path / "r.jsonl").mkdir()
+    code, _, errors = ttnorm(EVALUATE)
+    assert code == 2
+    assert "r.jsonl is a folder, expected a file" in errors
 
 
 def test_somebody_s_file_is_not_written_to(ttnorm, corrupted, tmp_path):

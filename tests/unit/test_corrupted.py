@@ -118,6 +118,16 @@ class TestErrors:
             make(clean, tmp_path)
         assert [p.name for p in tmp_path.iterdir()] == ["fog.npy"]
 
+    @pytest.mark.parametrize("severity", [4, 5])
+    def test_a_file_of_another_shape_or_dtype(self, tmp_path, clean, severity):
+        make(clean, tmp_path, severities=[5])
+        for odd in (np.full((150, 28, 28, 3), 7, np.uint8), np.zeros((150, 32, 32, 3))):
+            np.save(tmp_path / "brightness.npy", odd)
+            before = (tmp_path / "brightness.npy").read_bytes()
+            with pytest.raises(ValueError, match=r"brightness\.npy has .*, expected .*elete it"):
+                make(clean, tmp_path, severities=[severity])
+            assert (tmp_path / "brightness.npy").read_bytes() == before
+
     def test_other_images_or_another_seed(self, tmp_path, clean):
         make(clean, tmp_path, severities=[5])
         with pytest.raises(ValueError, match="other images or another seed"):

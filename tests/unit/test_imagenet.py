@@ -226,6 +226,8 @@ class TestErrors:
             ((), "expected the 1,000 classes"),
             (("cat", "dog"), "has folders cat, dog; expected the 1,000 classes"),
             (("n00000001", "n00000002"), "has 2 folders of WordNet ids, expected all 1,000"),
+            (("0001", "0002", "0003", "cats"), "has folder cats; expected the 1,000 classes"),
+            (("0001", ".hidden"), "no image in any"),
             (("1000",), "numbers of classes, 0000 to 0999"),
             (("0001",), "no image in any"),
         ],

@@ -70,6 +70,17 @@ def test_a_file_of_something_else_is_refused_and_untouched(tmp_path, content):
     assert path.read_text() == content
 
 
+def test_what_a_killed_run_left_is_read_up_to_its_torn_line(tmp_path, caplog):
+    path = tmp_path / "r.jsonl"
+    content = json.dumps(record("ttn")) + "\n" + json.dumps(record("tbn"))
+    path.write_text(content[:-20])
+    assert read_records([tmp_path]) == [record("ttn")]
+    assert "r.jsonl ends in the middle of a record" in caplog.text
+    assert path.read_text() == content[:-20]
+    path.write_text(content)  # an editor may leave out the last end of a line
+    assert read_records([tmp_path]) == [record("ttn"), record("tbn")]
+
+
 def test_errors_say_where(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(record()) + "\noops\n")

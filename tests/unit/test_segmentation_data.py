@@ -156,7 +156,7 @@ class TestErrors:
             ("mask", r"valannot/a_2\.png is truncated or no picture"),
             ("bits", r"valannot/a_2\.png has bool, expected numbers of classes"),
             ("shape", r"valannot/a_2\.png has shape \(2, 2\), expected \(6, 8\) as its frame"),
-            ("size", r"val/a_2\.png is \(4, 4\), and others are \(6, 8\)\. Give a size"),
+            ("size", r"val/a_2\.png is \(4, 4\), and others are \(6, 8\)\. Resize it"),
         ],
     )
     def test_a_bad_file_is_named_or_left_out_and_counted(self, tmp_path, caplog, what, message):
@@ -165,6 +165,11 @@ class TestErrors:
             load_scenes("camvid", tmp_path, "val")
         assert len(load_scenes("camvid", tmp_path, "val", skip_bad=True).labels) == 1
         assert "1 of 2 left out" in caplog.text
+
+    def test_of_the_first_frame_it_is_said_what_to_do_as_well(self, tmp_path):
+        (self.two(tmp_path) / "val/a_1.png").write_bytes(b"no picture")
+        with pytest.raises(UnusableFile, match=r"a_1\.png is truncated.*Mend it or take it away"):
+            load_scenes("camvid", tmp_path, "val")
 
     def test_synthia_masks_that_are_no_pictures(self, tmp_path):
         tree(tmp_path, "synthia")
@@ -178,5 +183,7 @@ class TestErrors:
         with pytest.raises(FileNotFoundError, match="There is no folder"):
             load_scenes("camvid", tmp_path / "absent", "val")
         for dataset in LAYOUTS:
-            with pytest.raises(FileNotFoundError, match=f"holds no frames of {dataset}, val"):
+            with pytest.raises(
+                FileNotFoundError, match=f"holds no frames of {dataset}, val: expected"
+            ):
                 load_scenes(dataset, tmp_path, "val")

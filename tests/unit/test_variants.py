@@ -1,6 +1,7 @@
 """Variants of post-training: files that are made once, and what is in them."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import small_network
@@ -65,6 +66,26 @@ def test_a_source_s_own_shift_for_the_prior_is_a_variant_s_too(fit, source):
     strong = dataclasses.replace(source, prior=VARIANTS["prior-strong"].prior)
     _, expected, _ = fit("prior-strong")
     assert torch.equal(fit("default", source=strong)[1], expected)
+
+
+@pytest.mark.parametrize("killed_while", ["the prior is written", "alpha is fitted"])
+def test_a_fit_under_true_corruptions_that_was_killed_goes_on(
+    fit, tmp_path, monkeypatch, killed_while
+):
+    path, expected, _ = fit("alpha-fog")
+    path.unlink()
+    place = {
+        "the prior is written": "ttnorm.files.os.replace",
+        "alpha is fitted": "ttnorm.bench.variants.optimise_alpha",
+    }
+    with monkeypatch.context() as killed:
+        killed.setattr(place[killed_while], mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            fit("alpha-fog")
+    left = [p.suffix for p in tmp_path.iterdir()]
+    assert left == ([".prior"] if killed_while == "alpha is fitted" else [])
+    assert torch.equal(fit("alpha-fog")[1], expected)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_averages_are_those_of_the_default(fit):

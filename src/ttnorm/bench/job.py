@@ -178,6 +178,14 @@ def check(network: Network, data: Domains, jobs: Iterable[Job]) -> None:
     check_labels(data.dataset, data.labels, network.name, network.classes(data.image_size))
 
 
+def check_pair(norm: str, method: str) -> None:
+    """Raise on names that are not there, and on a method that does not run over a norm."""
+    if norm_named(norm).has_memory and not method_named(method).over_memory:
+        raise ValueError(
+            f"{method} is for norms without a memory, and {norm} has one. Leave one of them out."
+        )
+
+
 def check_labels(
     data: str, labels: Tensor, network: str, classes: int, *, every: bool = False
 ) -> None:
@@ -203,6 +211,7 @@ def check_labels(
 
 def _check(job: Job, network: Network, data: Domains) -> None:
     """Raise on names and sizes that are not there."""
+    check_pair(job.norm, job.method)
     norm = norm_named(job.norm)
     if job.streams != 1 and not (norm.remembers and job.method == "none"):
         raise ValueError(f"{job.norm} with {job.method} remembers no streams: expected one.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,8 @@ except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
 from .variants import OF_KIND, VARIANTS
+
+logger = logging.getLogger("ttnorm")
 
 Record = dict[str, Any]
 
@@ -130,7 +133,11 @@ def _lines(file: Path) -> Iterable[tuple[int, str]]:
         text = file.read_text()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no file of records: {error}") from None
-    return enumerate(text.splitlines(), start=1)
+    lines = text.splitlines()
+    if lines and not text.endswith("\n") and _is_torn(lines[-1].encode()):
+        logger.warning("%s ends in the middle of a record, which is left out.", file)
+        lines.pop()
+    return enumerate(lines, start=1)
 
 
 def _parse(line: str, file: Path, number: int) -> Record:
@@ -202,9 +209,19 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _may_be_torn(tail: bytes) -> bool:
-    """Whether this is the beginning of a record, and not somebody's line."""
+    """Whether this is a record or the beginning of one, and not somebody's line."""
+    return _is_torn(tail) or _is_record(_decoded(tail))
+
+
+def _is_torn(tail: bytes) -> bool:
+    """Whether a record begins like this and is not whole."""
+    begins = tail.startswith(BEGINNING) or BEGINNING.startswith(tail)
+    return begins and _decoded(tail) is None
+
+
+def _decoded(text: bytes) -> Any:
+    """What JSON it is, or None."""
     try:
-        whole = json.loads(tail)
+        return json.loads(text)
     except ValueError:
-        return tail.startswith(BEGINNING) or BEGINNING.startswith(tail)
-    return _is_record(whole)
+        return None

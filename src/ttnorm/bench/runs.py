@@ -144,7 +144,7 @@ def stored_domains(
         )
         readers = {c: partial(load, c) for c in corruptions}
     # ImageNet's may be some of the classes, CIFAR's have to be all
-    check_labels("The data set", labels, network.name, classes, every=dataset != "imagenet")
+    check_labels(str(folder), labels, network.name, classes, every=dataset != "imagenet")
     return StoredDomains(
         dataset=name if clean else f"{name}-c",
         severity=0 if clean else severity,

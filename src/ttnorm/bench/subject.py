@@ -132,4 +132,7 @@ def kept_agreement(
         partial = Path(unfinished(path))
         partial.write_text(json.dumps(measure()))
         partial.replace(path)
-    return json.loads(path.read_text())
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}. Delete it to have it made anew.") from error

@@ -21,6 +21,7 @@ from ..augment import DOMAIN_PARTS, PRIOR_PARTS, Augment, domain_shift, prior_sh
 from ..data.corruptions import CORRUPTIONS, corrupt
 from ..data.images import Images
 from ..data.loader import DeviceLoader
+from ..files import read_safetensors, write_atomically
 from ..fitting import averaged
 from ..models import zoo
 from ..posttrain import optimise_alpha, post_train_
@@ -195,8 +196,9 @@ def _fit_(variant: Variant, model: nn.Module, source: Source, seed: int, checkpo
     if not state.exists():
         generator = Generator().manual_seed(seed)
         prior = estimate_prior(model, clean, samples=config.prior_samples, generator=generator)
-        torch.save(prior, state)
-    prior = torch.load(state, map_location=source.train.images.device)
+        write_atomically(state, prior, {})
+    device = source.train.images.device
+    prior = {name: t.to(device) for name, t in read_safetensors(state)[0].items()}
     loader = DeviceLoader(*source.corrupted[variant.corruption], source.batch_size, seed)
     result = optimise_alpha(model, loader, prior, config, augment=_as_it_is, checkpoint=checkpoint)
     state.unlink()

@@ -15,7 +15,7 @@ import typer
 
 from .. import artefact
 from ..bench.scenarios import SCENARIOS, segments
-from ..methods import METHODS, method_named
+from ..methods import METHODS
 from ..norms import NORMS, norm_named
 from . import inputs
 from .options import Dataset, Device, Seed, SkipBad, Weights
@@ -127,7 +127,7 @@ def evaluate(
     import torch
 
     from ..bench.evaluate import evaluate as score
-    from ..bench.job import Job, check
+    from ..bench.job import Job, check, check_pair
     from ..bench.records import RecordFile, read_records
     from ..bench.runs import StoredDomains, check_folder, network_under_test, stored_domains
     from ..bench.shards import Shards
@@ -137,10 +137,8 @@ def evaluate(
 
     kind = inputs.dataset_named(dataset)
     # names and sizes before any file: a wrong one is not to be found after minutes of reading
-    for name in norm or ():
-        norm_named(name)
-    for name in method or ():
-        method_named(name)
+    for one, other in itertools.product(norm or ["source"], method or ["none"]):
+        check_pair(one, other)
     for chosen, size in itertools.product(scenario or ["single"], batch_size or [1]):
         segments(chosen, ["any"], torch.zeros(2, dtype=torch.long), size, 0)
         check_folder(clean if chosen == "source" else data, chosen == "source")
@@ -178,6 +176,8 @@ def evaluate(
     @functools.cache
     def norms_there() -> list[str]:
         names = [n for n in NORMS if streams == 1 or norm_named(n).remembers]
+        if not all(METHODS[m].over_memory for m in method or ()):
+            names = [n for n in names if not norm_named(n).has_memory]
         return [n for n in names if tested.can_have(n)]
 
     runs: list[tuple[StoredDomains, Sequence[str], list[Job]]] = []

@@ -58,7 +58,9 @@ def check_writable(path: Path | None) -> None:
     if path is None:
         return
     folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, expected a file to write to.")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{path} cannot be written: {folder} has to be a folder you may write to.")
     if path.exists() and not os.access(path, os.W_OK):
         raise ValueError(f"{path} cannot be written: you may only read it.")

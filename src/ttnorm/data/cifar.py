@@ -46,7 +46,10 @@ def load_cifar(folder: str | Path, split: str) -> Images:
 
 def checked_labels(labels: list[int], folder: Path, classes: int = 100) -> Tensor:
     """Class numbers as a tensor, or an error with the folder that they are from."""
-    numbers = torch.tensor(labels, dtype=torch.long)
+    try:
+        numbers = torch.tensor(labels, dtype=torch.long)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{folder} has labels that are no class numbers: {error}.") from error
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < classes:
         low, high = int(numbers.min()), int(numbers.max())
         raise ValueError(f"{folder} has labels from {low} to {high}, expected 0-{classes - 1}.")
@@ -89,10 +92,16 @@ def _npm_sheets(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None
     names = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
     if not (folder / f"{names[0]}.png").is_file():
         return None
-    sheets = [np.asarray(read_picture(folder / f"{name}.png")) for name in names]
-    images = [sheet.reshape(-1, 32, 32, 3) for sheet in sheets]  # one a row
+    images = [_npm_sheet(folder / f"{name}.png") for name in names]
     path = folder / f"{split}_lables.json"
     return np.concatenate(images), _numbers(_json(path), path)
+
+
+def _npm_sheet(path: Path) -> np.ndarray:
+    sheet = np.asarray(read_picture(path))
+    if sheet.shape[1] != 32 * 32:
+        raise ValueError(f"{path} has shape {sheet.shape}, expected an image of 1024 pixels a row.")
+    return sheet.reshape(-1, 32, 32, 3)
 
 
 def _webp_sheets(folder: Path, split: str) -> tuple[np.ndarray, list[int]] | None:

@@ -132,7 +132,7 @@ def make_corrupted(
                 np.save(file, np.tile(clean.labels.numpy(), 5))
             os.replace(partial, folder / "labels.npy")
         _remove_partial(folder)
-        todo = {c: _missing(folder / f"{c}.npy", len(images), severities) for c in corruptions}
+        todo = {c: _missing(folder / f"{c}.npy", images, severities) for c in corruptions}
         chunks = -(-len(images) // _at_once(images))
         progress = Progress("corrupt", chunks * sum(map(len, todo.values())))
         with _workers(workers or os.cpu_count() or 1) as pool:
@@ -178,7 +178,7 @@ def _make(
     out = np.lib.format.open_memmap(unfinished, "w+", np.uint8, (5 * count, *images.shape[1:]))
     if path.is_file():
         there = _npy(path)
-        for severity in set(SEVERITIES) - set(_missing(path, count, SEVERITIES)):
+        for severity in set(SEVERITIES) - set(_missing(path, images, SEVERITIES)):
             out[_rows(count, severity)] = there[_rows(count, severity)]
     jobs, at_once = {}, _at_once(images)
     for severity in severities:
@@ -276,11 +276,17 @@ def _remove_partial(folder: Path) -> None:
         path.unlink()
 
 
-def _missing(path: Path, count: int, severities: Sequence[int]) -> list[int]:
+def _missing(path: Path, images: Array, severities: Sequence[int]) -> list[int]:
+    """Which severities of a corruption of these images are still to be made."""
     if not path.is_file():
         return list(severities)
-    there = _npy(path)
-    return [s for s in severities if not _are_there(there[_rows(count, s)])]
+    there, expected = _npy(path), (5 * len(images), *images.shape[1:])
+    if there.shape != expected or there.dtype != np.uint8:
+        raise ValueError(
+            f"{path} has shape {there.shape}, {there.dtype}, expected {expected}, uint8. Delete it "
+            "to have it made anew."
+        )
+    return [s for s in severities if not _are_there(there[_rows(len(images), s)])]
 
 
 def _are_there(images: Array) -> bool:

@@ -186,7 +186,8 @@ def _files(folder: Path) -> dict[str, int]:
 def _classes(folder: Path) -> dict[str, int]:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}.")
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    folders = (path.name for path in folder.iterdir() if path.is_dir())
+    names = sorted(name for name in folders if not name.startswith("."))
     if names and all(re.fullmatch(r"n\d{8}", name) for name in names):
         if len(names) != CLASSES:
             raise ValueError(
@@ -194,9 +195,12 @@ def _classes(folder: Path) -> dict[str, int]:
                 "class is numbered by its place among them. Some may be empty."
             )
         return {name: label for label, name in enumerate(names)}
-    if names and all(name.isdigit() and int(name) < CLASSES for name in names):
+    others = [name for name in names if not (name.isdigit() and int(name) < CLASSES)]
+    if names and not others:
         return {name: int(name) for name in names}
-    found = f"folders {', '.join(names[:3])}" if names else "no folders"
+    found = "no folders"
+    if others:
+        found = f"folder{'s' * (len(others) > 1)} {', '.join(others[:3])}"
     raise ValueError(
         f"{folder} has {found}; expected the {CLASSES:,} classes of ImageNet, n01440764 and so on, "
         "or numbers of classes, 0000 to 0999."

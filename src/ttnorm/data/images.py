@@ -21,6 +21,7 @@ logger = logging.getLogger("ttnorm")
 Array = NDArray[Any]
 T = TypeVar("T")
 SKIP_BAD = "skip_bad=True or --skip-bad"  # in Python, and on the command line
+WHAT_TO_DO = f"Mend it or take it away, or leave it out with {SKIP_BAD}."
 READ_AHEAD = 256  # pictures
 VOID = 255  # what a mask has where nothing is to be learned or scored
 
@@ -79,8 +80,7 @@ def read_each(
             except (UnusableFile, FileNotFoundError) as error:
                 if not skip_bad:
                     pool.shutdown(cancel_futures=True)
-                    message = f"{error} Mend it or take it away, or leave it out with {SKIP_BAD}."
-                    raise type(error)(message) from error
+                    raise type(error)(f"{error} {WHAT_TO_DO}") from error
                 bad.append(str(error))
             else:
                 yield item, found

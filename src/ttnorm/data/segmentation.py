@@ -1,15 +1,7 @@
 """Street scenes with a class for every pixel, from the folders that their makers hand out.
 
-load_scenes("cityscapes", folder, "val")
-    cityscapes   leftImg8bit/val/CITY/NAME_leftImg8bit.png, gtFine/val/CITY/NAME_gtFine_labelIds.png
-    bdd100k      images/10k/val/NAME.jpg, labels/sem_seg/masks/val/NAME.png; or, as it was before,
-                 images/val/NAME.jpg, labels/val/NAME_train_id.png
-    mapillary    validation/images/NAME.jpg, validation/labels/NAME.png (v1.2/labels in version 2)
-    gtav         images/NAME.png, labels/NAME.png, and split.mat if there is one
-    synthia      RGB/NAME.png, GT/LABELS/NAME.png; it has no splits
-    camvid       val/SEQUENCE_NUMBER.png, valannot/SEQUENCE_NUMBER.png
-
-Masks come in the 19 classes of Cityscapes, CamVid's in its own 11, with VOID where nothing counts.
+LAYOUTS, at the end of the file, says where each of them has its frames and masks. Masks come in the
+19 classes of Cityscapes, CamVid's in its own 11, with VOID where nothing counts.
 """
 
 from __future__ import annotations
@@ -23,7 +15,7 @@ import numpy as np
 import torch
 
 from . import label_maps
-from .images import Array, Images, UnusableFile, as_tensor, read_each, read_picture
+from .images import WHAT_TO_DO, Array, Images, UnusableFile, as_tensor, read_each, read_picture
 
 FRAMES = (".png", ".jpg", ".jpeg", ".webp")
 Pair = tuple[Path, Path]  # a frame and its mask
@@ -34,12 +26,14 @@ class Layout:
     """Where a data set has its frames and masks, and what its labels mean.
 
     Args:
+        files: what is where.
         pairs: from folder and split to frames and masks; masks need not be there.
         labels: from every label that is known to a class, or VOID.
         classes: their names.
         read_labels: from a mask's file to its labels.
     """
 
+    files: str
     pairs: Callable[[Path, str], list[Pair]]
     labels: Mapping[int, int]
     classes: tuple[str, ...] = label_maps.CITYSCAPES_CLASSES
@@ -59,7 +53,7 @@ def load_scenes(
 
     Args:
         dataset: one of LAYOUTS.
-        folder, split: see above.
+        folder, split: see LAYOUTS.
         size: height and width to resize to: frames bilinearly, masks to the nearest pixel. Without
             it, all frames have to be of one size.
         keep: from a frame's name to whether it is wanted.
@@ -72,7 +66,10 @@ def load_scenes(
     if keep is not None:
         pairs = [pair for pair in pairs if keep(pair[0].stem)]
     if not pairs:
-        raise FileNotFoundError(f"{folder} holds no frames of {dataset}, {split}. {_LAYOUTS_NOTE}")
+        files = layout.files.replace("SPLIT", split)
+        raise FileNotFoundError(
+            f"{folder} holds no frames of {dataset}, {split}: expected {files}."
+        )
     read = partial(_read, layout, dataset, size or _size(pairs, skip_bad), size is not None)
     each = read_each(pairs, read, skip_bad=skip_bad, title=f"read {dataset}")
     found = [frame_and_mask for _, frame_and_mask in each]
@@ -104,8 +101,8 @@ def _read(
     if frame.size[::-1] != size:
         if not resize:
             raise UnusableFile(
-                f"{frame_file} is {frame.size[::-1]}, and others are {size}. Give a size to "
-                "resize to."
+                f"{frame_file} is {frame.size[::-1]}, and others are {size}. Resize it, or "
+                "give load_scenes a size for all."
             )
         frame = frame.resize(size[::-1], Image.Resampling.BILINEAR)
         mask = np.asarray(Image.fromarray(mask).resize(size[::-1], Image.Resampling.NEAREST))
@@ -129,9 +126,9 @@ def _size(pairs: list[Pair], skip_bad: bool) -> tuple[int, int]:
         try:
             width, height = read_picture(frame).size
             return height, width
-        except UnusableFile:
+        except UnusableFile as error:
             if not skip_bad:
-                raise
+                raise UnusableFile(f"{error} {WHAT_TO_DO}") from error
     raise ValueError(f"None of {len(pairs)} frames can be read, beginning with {pairs[0][0]}.")
 
 
@@ -199,11 +196,39 @@ def _first_channel(path: Path) -> Array:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "cityscapes": Layout(_cityscapes, label_maps.CITYSCAPES),
-    "bdd100k": Layout(_bdd100k, label_maps.TRAIN_IDS),
-    "mapillary": Layout(_mapillary, label_maps.MAPILLARY),
-    "gtav": Layout(_gtav, label_maps.CITYSCAPES),
-    "synthia": Layout(_synthia, label_maps.SYNTHIA, read_labels=_first_channel),
-    "camvid": Layout(_camvid, label_maps.CAMVID, label_maps.CAMVID_CLASSES),
+    "cityscapes": Layout(
+        "leftImg8bit/SPLIT/CITY/NAME_leftImg8bit.png and "
+        "gtFine/SPLIT/CITY/NAME_gtFine_labelIds.png",
+        _cityscapes,
+        label_maps.CITYSCAPES,
+    ),
+    "bdd100k": Layout(
+        "images/10k/SPLIT/NAME.jpg and labels/sem_seg/masks/SPLIT/NAME.png, or, as it was before, "
+        "images/SPLIT/NAME.jpg and labels/SPLIT/NAME_train_id.png",
+        _bdd100k,
+        label_maps.TRAIN_IDS,
+    ),
+    "mapillary": Layout(
+        "training, validation or testing/images/NAME.jpg and labels/NAME.png beside it "
+        "(v1.2/labels in version 2)",
+        _mapillary,
+        label_maps.MAPILLARY,
+    ),
+    "gtav": Layout(
+        "images/NAME.png and labels/NAME.png, and split.mat if there is one",
+        _gtav,
+        label_maps.CITYSCAPES,
+    ),
+    "synthia": Layout(
+        "RGB/NAME.png and GT/LABELS/NAME.png; it has no splits",
+        _synthia,
+        label_maps.SYNTHIA,
+        read_labels=_first_channel,
+    ),
+    "camvid": Layout(
+        "SPLIT/SEQUENCE_NUMBER.png and SPLITannot/SEQUENCE_NUMBER.png",
+        _camvid,
+        label_maps.CAMVID,
+        label_maps.CAMVID_CLASSES,
+    ),
 }
-_LAYOUTS_NOTE = "What its folder has to look like is said at the head of ttnorm.data.segmentation."

@@ -51,12 +51,14 @@ class MethodSpec:
         settings: from where it is run to the paper's options.
         needs_agreement: whether it takes `weights` from source images: see `swr`.
         per_pixel: whether it adapts networks that predict a class for every pixel.
+        over_memory: whether it runs over norms that remember their stream.
     """
 
     make: Callable[..., Method]
     settings: Callable[[Setting], dict[str, Any]] = _no_settings
     needs_agreement: bool = False
     per_pixel: bool = True
+    over_memory: bool = True
 
 
 METHODS: dict[str, MethodSpec] = {
@@ -65,7 +67,7 @@ METHODS: dict[str, MethodSpec] = {
     "swr": MethodSpec(swr.swr, swr.settings, needs_agreement=True),
     "cotta": MethodSpec(cotta.cotta, cotta.settings, per_pixel=False),
     "ttn-online": MethodSpec(ttn_online.ttn_online, ttn_online.settings),
-    "sliding": MethodSpec(SlidingWindow),
+    "sliding": MethodSpec(SlidingWindow, over_memory=False),
 }
 
 
