@@ -26,6 +26,7 @@ bench: $(VENV)/installed  ## speed and memory; writes benchmarks/results, then t
 	$(BIN)/python benchmarks/layer_cost.py
 	$(BIN)/python benchmarks/network_cost.py
 	$(BIN)/python benchmarks/prior_cost.py
+	$(BIN)/python benchmarks/posttrain_cost.py
 	$(BIN)/python benchmarks/evaluate_cost.py
 	$(BIN)/python benchmarks/fold_cost.py
 	$(BIN)/python benchmarks/stream_cost.py
