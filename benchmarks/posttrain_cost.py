@@ -3,14 +3,15 @@
 python benchmarks/posttrain_cost.py [--device cuda]
 
 Random images cost what CIFAR's do; 30 epochs of CIFAR-10 are 7,500 steps. On a GPU the step as it
-is, recorded as a CUDA graph, against the same step called operation by operation; on a CPU the step in bfloat16
-against float32.
+is, recorded as a CUDA graph, against the same step called operation by operation; on a CPU the step
+in bfloat16 against float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from typing import Literal
 from unittest import mock
 
 import measure
@@ -31,7 +32,7 @@ def main() -> None:
     labels = torch.randint(0, 10, (len(images),))
     loader = DeviceLoader(images.to(args.device), labels.to(args.device), 200)
 
-    def fit(epochs: int, amp: str | None = None) -> float:
+    def fit(epochs: int, amp: Literal["bfloat16"] | None = None) -> float:
         config = ttnorm.PostTrainConfig(epochs=epochs, amp=amp)
         result = ttnorm.optimise_alpha(model, loader, prior, config)
         return float(result.history[-1]["seconds"]) / steps
