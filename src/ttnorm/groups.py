@@ -21,7 +21,8 @@ def pool_moments(mean: Tensor, var: Tensor, group_size: int) -> tuple[Tensor, Te
 
 def group_sum(values: Tensor, group_size: int) -> Tensor:
     rest = -values.shape[0] % group_size
-    return F.pad(values, (0, 0, 0, rest)).unflatten(0, (-1, group_size)).sum(1)
+    padded = F.pad(values, (0, 0, 0, rest))
+    return padded.view(-1, group_size, *values.shape[1:]).sum(1)
 
 
 def per_sample(per_group: Tensor, samples: int, group_size: int) -> Tensor:

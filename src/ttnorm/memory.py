@@ -25,6 +25,7 @@ from .pooling import (
     FARTHEST,
     average,
     cell_moments,
+    in_slots,
     in_units,
     of_all_uses,
     plausible,
@@ -167,13 +168,13 @@ class Stream(StreamRows):
         """Of the memories at these places, or of all active streams where each has but one."""
         if places is None:
             return self.state[name][self.active]
-        return self.state[name].unflatten(1, (self.slots, -1))[places]
+        return in_slots(self.state[name], self.slots)[places]
 
     def _write(self, name: str, places: Places | None, value: Tensor) -> None:
         if places is None:
             self.state[name][self.active] = value
         else:
-            self.state[name].unflatten(1, (self.slots, -1))[places] = value  # a view
+            in_slots(self.state[name], self.slots)[places] = value  # a view
 
     def _recall(self, places: Places | None) -> Moments:
         """Moments of each memory, (memories, T)."""
@@ -297,7 +298,7 @@ class Stream(StreamRows):
             cross_term=self.config.between_frames,
         )
         for name, value in zip(names, after, strict=True):
-            self._write(name, places, value.unflatten(0, (-1, self.cells)))
+            self._write(name, places, value.view(-1, self.cells, *value.shape[1:]))
         if self.routes is not None and places is not None and now.described is not None:
             self.state["slot_seen"][places] += new.view(-1, self.cells).sum(1).long()
             rows = self.active[self.group.expand(now.group.shape[0])]
@@ -317,7 +318,7 @@ class Stream(StreamRows):
         found = compare(*batch, new, *memory, alpha / alpha.sum().clamp_min(1e-12))
         weight, count = share_of_new(self._read("compared", places)[:, 0], new, self.config.window)
         self._write("compared", places, count[:, None])
-        for name, value in found._asdict().items():
+        for name, value in zip(Unlike._fields, found, strict=True):
             before = self._read(name, places)[:, 0]
             self._write(name, places, (before + weight * (value - before))[:, None])
 

@@ -37,6 +37,17 @@ def in_units(mean: Tensor, var: Tensor, source_mean: Tensor, unit: Tensor) -> Mo
     return mean, var.nan_to_num(1.0).clamp(0.0, FARTHEST**2)
 
 
+def in_slots(kept: Tensor, slots: int) -> Tensor:
+    """What is kept of streams, (S, slots * cells, ...), as (S, slots, cells, ...): a view.
+
+    Example:
+        >>> in_slots(torch.zeros(3, 8, 5), slots=4).shape
+        torch.Size([3, 4, 2, 5])
+    """
+    # not unflatten, which compilers do not follow up to torch 2.8
+    return kept.view(kept.shape[0], slots, kept.shape[1] // slots, *kept.shape[2:])
+
+
 def plausible(mean: Tensor, var: Tensor, source_mean: Tensor, unit: Tensor, ends: Tensor) -> Tensor:
     """Which samples may be remembered, by their moments in all layers side by side, (N, T): (N,).
 

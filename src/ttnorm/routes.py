@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .pooling import in_slots
 from .routing import Content, Groups, Luck, draw, find_groups, heirs, nearest
 from .stream_rows import State
 
@@ -108,17 +109,24 @@ class Routes:
         fresh = {name: blank[name] for name in MEMORY if name in state}
         changing = [name for name in before if name not in READ]
 
-        def look(before: State, fresh: State, luck: Luck) -> list[Tensor]:
-            found = self._sort(_recent(before, slice(None)), fresh, luck)
-            last = before["frame_slot"][:, RECENT:]
+        known, new = list(before), list(fresh)
+
+        def look(*given: Tensor) -> list[Tensor]:
+            then = dict(zip(known, given[: len(known)], strict=True))
+            blank = dict(zip(new, given[len(known) : -2], strict=True))
+            found = self._sort(_recent(then, slice(None)), blank, Luck(*given[-2:]))
+            last = then["frame_slot"][:, RECENT:]
             found["frame_slot"] = torch.cat((found["frame_slot"], last), 1)
             return [found[name] for name in changing]
 
-        def keep(before: State, fresh: State, luck: Luck) -> list[Tensor]:
-            return [before[name].clone() for name in changing]
+        def keep(*given: Tensor) -> list[Tensor]:
+            then = dict(zip(known, given[: len(known)], strict=True))
+            return [then[name].clone() for name in changing]
 
-        # all that they read is given to both: what they knew by themselves could overlap
-        found = torch.cond(due, look, keep, (before, fresh, self.luck))
+        # all that they read is given to both, for what they knew by themselves could overlap; and
+        # tensors alone, as torch 2.11 wants it
+        given = (*before.values(), *fresh.values(), *self.luck)
+        found = torch.cond(due, look, keep, given)
         state.update(zip(changing, found, strict=True))
 
     def _sort(self, state: State, blank: State, luck: Luck) -> State:
@@ -134,7 +142,8 @@ class Routes:
         groups = find_groups(frames, there, self.domains, luck)
         slot = nearest(frames, groups)
         memory = self._inherit(state, blank, *heirs(slot, state["frame_slot"], there, self.slots))
-        return {"looked": seen // EVERY, "frame_slot": slot, **memory, **groups._asdict()}
+        found = dict(zip(GROUPS, groups, strict=True))
+        return {"looked": seen // EVERY, "frame_slot": slot, **memory, **found}
 
     def _inherit(self, state: State, blank: State, parent: Tensor, share: Tensor) -> State:
         """Give every slot the memory of the one that its frames were in, as far as they were.
@@ -147,7 +156,7 @@ class Routes:
         each = torch.arange(len(share), device=share.device)[:, None]
         memory = {}
         for name in [name for name in MEMORY if name in state]:
-            fresh, value = (t.unflatten(1, (self.slots, -1)) for t in (blank[name], state[name]))
+            fresh, value = (in_slots(t, self.slots) for t in (blank[name], state[name]))
             weight = share.view(*share.shape, *[1] * (value.dim() - 2))
             value = value[each, parent]
             if name == "count":

@@ -123,7 +123,8 @@ def _distances(frames: Tensor, middles: Tensor, there: Tensor) -> Tensor:
 
 def _between(x: Tensor, y: Tensor) -> Tensor:
     """torch.cdist, step by step: where there are many, it multiplies as well."""
-    if max(x.shape[1], y.shape[1]) <= MANY:
+    # not max(): up to torch 2.8 an export has one of its own, which a branch of a graph cannot call
+    if x.shape[1] <= MANY and y.shape[1] <= MANY:
         return (x[:, :, None] - y[:, None]).square().sum(3).sqrt()
     squares = [t.square().sum(2, keepdim=True) for t in (x, y)]
     one, other = (torch.ones_like(t) for t in squares)
@@ -196,9 +197,9 @@ def heirs(slot: Tensor, before: Tensor, counts: Tensor, slots: int) -> tuple[Ten
         (S, K) each; a slot without frames has a share of 0.
     """
     now, then = (F.one_hot(t, slots).to(counts) * counts[..., None] for t in (slot, before))
-    common = now.transpose(1, 2) @ then  # (S, now, then)
-    common[..., -1] = 0
+    # of groups; not written in place, which a branch of a graph does not stand up to torch 2.11
+    real = (torch.arange(slots, device=slot.device) < slots - 1).to(counts)
+    common = now.transpose(1, 2) @ then * real  # (S, now, then)
     most, parent = common.max(2)
     share = most / then.sum(1).clamp_min(1).gather(1, parent)
-    share[:, -1] = 0
-    return parent, share
+    return parent, share * real

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .files import Stamp, check_fingerprint, fingerprint, read_stamped, write_stamped
 from .float64 import in_float64
 from .memory import Stream
-from .pooling import average
+from .pooling import average, in_slots
 from .stream_config import StreamConfig
 from .stream_rows import Id
 from .surgery import end_stream_
@@ -197,15 +197,15 @@ def health(model: nn.Module) -> dict[Id, Health]:
     """How every stream is doing, the one unused for longest first."""
     stream = stream_of(model)
     state, slots = stream.state, stream.slots
-    in_slots = {name: state[name].unflatten(1, (slots, -1)) for name in ("mean", "var", "count")}
-    mean, var = average(in_slots["mean"], in_slots["var"])
+    kept = {name: in_slots(state[name], slots) for name in ("mean", "var", "count")}
+    mean, var = average(kept["mean"], kept["var"])
     var = var + stream.spread
     alpha = torch.cat([layer.alpha for layer in stream.layers]).to(mean)
     divergence = 0.5 * (var + mean.square() - 1 - var.clamp_min(1e-6).log())
     shift = (divergence * alpha).sum(2) / alpha.sum().clamp_min(1e-12)
     used = state["slot_seen"] if stream.routes else torch.ones_like(shift)
     share = used / used.sum(1, keepdim=True).clamp_min(1)
-    count = (in_slots["count"].sum(2) * (used > 0)).sum(1)
+    count = (kept["count"].sum(2) * (used > 0)).sum(1)
     columns = ((shift * share).sum(1), count, state["seen"], state["rejected"], (used > 0).sum(1))
     table = torch.stack([in_float64(column) for column in columns], 1).tolist()
     return {

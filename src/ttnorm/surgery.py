@@ -8,6 +8,7 @@ references stay valid, and `revert_` has nothing to copy.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -251,13 +252,24 @@ def _same_batch_everywhere(
 
     # not always_call: a compiled network would be compiled anew for every such hook
     guards = [
-        model.register_forward_pre_hook(note, with_kwargs=True),
+        _hook_before(model, note),
         model.register_forward_hook(forget),
     ]
-    for name, layer in layers.items():
-        hook = partial(compare, name)
-        guards.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+    guards += [_hook_before(layer, partial(compare, name)) for name, layer in layers.items()]
     return guards
+
+
+def _hook_before(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """A forward pre-hook with keyword arguments, under a key that it has the next time as well.
+
+    `register_forward_pre_hook` has a new one every time, and up to torch 2.10 a compiled network is
+    compiled anew for each.
+    """
+    hooks, with_kwargs = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+    handle = RemovableHandle(hooks, extra_dict=with_kwargs)
+    handle.id = next(key for key in itertools.count(-1, -1) if key not in hooks)
+    hooks[handle.id], with_kwargs[handle.id] = hook, True
+    return handle
 
 
 @contextlib.contextmanager
