@@ -44,7 +44,7 @@ def main() -> None:
     prior_seconds = time.perf_counter() - started
     float32 = fit(2)  # the second epoch: nothing is compiled or recorded in it any more
     if args.device == "cuda":
-        with mock.patch("ttnorm.fitting.Repeated", lambda function, most: function):
+        with mock.patch("ttnorm.fitting.Repeated", lambda function, **_: function):
             plain = 1e3 * fit(1)
         cases = [
             ("a step of 200 images, against one without a CUDA graph", 1e3 * float32, "ms", plain),

@@ -39,7 +39,7 @@ def domains(count: int = 50, names: tuple[str, ...] = ("dark", "light", "red")) 
     return Domains("cifar10-c", 5, images, labels)
 
 
-def tested(folder) -> Network:
+def with_alphas(folder) -> Network:
     """The network with an alpha file of every kind, of random alphas."""
     g = torch.Generator().manual_seed(2)
     files = {}

@@ -25,7 +25,7 @@ WINDOW, BATCH = 12, 4
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return small_network.tested(tmp_path_factory.mktemp("alpha")).alpha_files
+    return small_network.with_alphas(tmp_path_factory.mktemp("alpha")).alpha_files
 
 
 @pytest.fixture(scope="module")

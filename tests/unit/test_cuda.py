@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from small_network import domains, tested
+from small_network import domains, with_alphas
 
 import ttnorm
 from ttnorm import capture, functional, kernels
@@ -347,7 +347,7 @@ def test_a_stream_goes_on_where_its_network_goes(memory, tmp_path):
 
 @pytest.mark.parametrize("norm", ["tbn", "ttn-stream"])
 def test_images_may_stay_where_they_are_and_go_to_the_gpu_batch_by_batch(norm, tmp_path):
-    network = tested(tmp_path)
+    network = with_alphas(tmp_path)
     network.model.cuda()
     data, found = domains(50), {}
     for name, on in {"here": data, "there": data.to("cuda")}.items():

@@ -25,7 +25,7 @@ from ttnorm.tree import CONFIG, CONTENT
 
 @pytest.fixture
 def network(tmp_path):
-    return small_network.tested(tmp_path)
+    return small_network.with_alphas(tmp_path)
 
 
 @pytest.fixture
@@ -421,7 +421,7 @@ def test_streams_of_many_jobs_share_forwards_and_go_on_after_a_stop(run, monkeyp
 
 def test_what_a_stream_knows_of_the_source_is_part_of_its_cell(tmp_path):
     """Another file with the same alpha is another cell to norms that remember, and to no other."""
-    network = small_network.tested(tmp_path)
+    network = small_network.with_alphas(tmp_path)
     data, file = small_network.domains(8), network.alpha_files["ttn"]
     jobs = [Job(norm=norm, batch_size=4) for norm in ("ttn", "ttn-stream")]
     records = RecordFile(tmp_path / "records.jsonl")

@@ -48,7 +48,7 @@ def test_adaptive_bn_at_a_size_nobody_listed_takes_the_nearest_one():
 
 
 def test_baselines_leave_the_cross_term_out_and_ttn_does_not(tmp_path):
-    files = small_network.tested(tmp_path).alpha_files
+    files = small_network.with_alphas(tmp_path).alpha_files
     for name, cross_term in (("alpha-bn", False), ("adaptive-bn", False), ("ttn", True)):
         model = norms.apply_norm_(
             small_network.network(), name, batch_size=4, alpha_file=files["ttn"]
@@ -57,13 +57,13 @@ def test_baselines_leave_the_cross_term_out_and_ttn_does_not(tmp_path):
 
 
 def test_scaled_is_a_fraction_of_alpha(tmp_path):
-    file = small_network.tested(tmp_path).alpha_files["ttn"]
+    file = small_network.with_alphas(tmp_path).alpha_files["ttn"]
     whole, scaled = (alpha_of(name, alpha_file=file) for name in ("ttn", "ttn-scaled"))
     assert torch.allclose(scaled, 0.4 * whole)
 
 
 def test_counted_is_alpha_by_batch_size(tmp_path):
-    file = small_network.tested(tmp_path).alpha_files["ttn"]
+    file = small_network.with_alphas(tmp_path).alpha_files["ttn"]
     model = norms.apply_norm_(small_network.network(), "ttn-counted", batch_size=1, alpha_file=file)
     assert {layer.source_count for layer in tree.ttn_layers(model).values()} == {2.0}
 
