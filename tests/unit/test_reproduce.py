@@ -107,6 +107,21 @@ def test_an_experiment_runs_once(bench, tmp_path, caplog):
     assert read_records([records]) == found
 
 
+def test_alpha_whose_file_was_lost_is_not_fitted_anew_beside_its_records(bench, tmp_path, caplog):
+    records = tmp_path / "records"
+    only = Only(rows=("lambda-10",))
+    reproduce(["table9"], bench, records, only)
+    found = read_records([records])
+    (file,) = (tmp_path / "alphas").glob("*.safetensors")
+    file.unlink()
+    reproduce(["table9"], bench, records, only)
+    assert read_records([records]) == found
+    assert not file.exists()
+    assert f"{file.name} is not fitted anew: {records / 'cifar10-c.jsonl'} has" in caplog.text
+    reproduce(["table9"], bench, tmp_path / "others", only)
+    assert file.exists()
+
+
 def test_under_true_corruptions_the_first_images_are_fitted_to(bench, monkeypatch):
     monkeypatch.setattr(variants, "MOST_UNDER_TRUE", 50)
     source = {name: bench["cifar10"].source(name) for name in ("default", "prior-fog", "alpha-fog")}

@@ -61,7 +61,9 @@ class RecordFile:
         _cut_torn_line(self.path)
         files = [self.path] if also is None else [self.path, also]
         self._read = self.path.stat().st_size if self.path.is_file() else 0
-        self._cells = {_cell(record) for record in read_records(files, missing_ok=True)}
+        there = read_records(files, missing_ok=True)
+        self._cells = {_cell(record) for record in there}
+        self._alphas = {alpha["name"] for record in there if (alpha := record.get("alpha"))}
         self._of_others: set[str] = set()  # that other processes have written since
 
     def __len__(self) -> int:
@@ -69,6 +71,10 @@ class RecordFile:
 
     def __contains__(self, record: Record) -> bool:
         return _cell(record) in self._cells
+
+    def had_alpha(self, name: str) -> bool:
+        """Whether cells that were there when it was opened have alpha from a file of that name."""
+        return name in self._alphas
 
     def append(self, record: Record) -> None:
         """Write one record, whole and for good; refuses a cell that is there already.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .evaluate import evaluate
-from .experiments import Only, experiments_named, parts
+from .experiments import Only, Part, experiments_named, parts
 from .job import Domains
 from .records import RecordFile
 from .subject import Setup, Subject
@@ -68,6 +68,8 @@ def reproduce(
             for part in parts(experiment, scale.seeds, scale.batch_sizes):
                 if part.dataset != bench.dataset:
                     continue
+                if _is_lost(bench.subject, part, file):
+                    continue
                 logger.info("%s: %s", name, part)
                 clean = experiment.scenarios == ("source",)
                 network = bench.subject.network(part)
@@ -75,3 +77,21 @@ def reproduce(
                     if part.images is not None and part.images < len(data.labels):
                         data = data.subset(part.images)
                     evaluate(network, data, part.jobs, file, experiment=name)
+
+
+def _is_lost(subject: Subject, part: Part, file: RecordFile) -> bool:
+    """Whether there are cells of a part's alpha file but not the file: another fit would be another
+    one in its last digits, and its cells would stand beside those that are there."""
+    if part.variant is None:
+        return False
+    path = subject.own_file(part.variant, part.seed)
+    lost = not path.is_file() and file.had_alpha(path.name)
+    if lost:
+        logger.warning(
+            "%s is not fitted anew: %s has cells of that file already. To add to them put it into "
+            "%s; to check them run everything with --records of your own.",
+            path.name,
+            file.path,
+            path.parent,
+        )
+    return lost

@@ -17,7 +17,7 @@ from ..methods import METHODS
 from ..methods.swr import gradient_agreement
 from .experiments import Part
 from .job import Network
-from .variants import OF_KIND, Source, fit_variant
+from .variants import OF_KIND, Source, file_name, fit_variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +100,10 @@ class Subject:
         """Fitted if it is not there."""
         source = self.source(variant)
         return fit_variant(variant, self.name, self.model, source, seed, self.folder)
+
+    def own_file(self, variant: str, seed: int) -> Path:
+        """The alpha file that it has for itself, or would have, in its folder."""
+        return self.folder / file_name(variant, self.name, seed)
 
     def network(self, part: Part) -> Network:
         """The network with what the jobs of a part need."""

@@ -135,7 +135,7 @@ def fit_variant(
     shipped = shipped_file(name, network, seed) if source.epochs == 30 else None
     if shipped is not None:
         return shipped
-    path = folder / f"{network}.{name}.seed{seed}.ttn.safetensors"
+    path = folder / file_name(name, network, seed)
     variant = VARIANTS[name]
     if path.exists():
         _check_config(path, _config(variant, source, seed))
@@ -150,6 +150,11 @@ def fit_variant(
         checkpoint.unlink(missing_ok=True)
     artefact.save(model, path)
     return path
+
+
+def file_name(name: str, network: str, seed: int) -> str:
+    """Of a variant's alpha file, where it is not one that came with the library."""
+    return f"{network}.{name}.seed{seed}.ttn.safetensors"
 
 
 def shipped_file(name: str, network: str, seed: int) -> Path | None:

@@ -24,7 +24,7 @@ def reproduce(
     ],
     records: Annotated[
         Path, typer.Option(help="The folder of records to add to, and of alpha files.")
-    ] = Path("results"),
+    ] = Path("records"),
     work: Annotated[Path, typer.Option(help="A folder for corrupted images.")] = Path("work"),
     cifar10: Annotated[Path | None, typer.Option(help="A folder with CIFAR-10.")] = None,
     cifar100: Annotated[Path | None, typer.Option(help="A folder with CIFAR-100.")] = None,

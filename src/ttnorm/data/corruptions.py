@@ -358,8 +358,9 @@ def check_textures(textures: str | Path | None) -> None:
     """Raise where the pictures that frost is made of cannot be found."""
     if textures is None:
         raise ValueError(
-            "frost needs its textures: pass the folder that holds frost1.png to frost5.jpg, as in "
-            "the frost folder of the PyPI package imagecorruptions, or name the other corruptions."
+            "frost needs its textures: pass the folder (--textures) that has frost1.png to "
+            "frost5.jpg, as in the frost folder of the PyPI package imagecorruptions, or name the "
+            "other corruptions."
         )
     _textures(str(textures), 1.0)
 
