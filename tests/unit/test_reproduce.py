@@ -73,7 +73,7 @@ def test_a_part_of_a_table_can_be_run_apart():
     assert of(Only(), "table3") == {"table3": EXPERIMENTS["table3"]}
     with pytest.raises(ValueError, match="table5 has no row lambda-10; there is source, tbn, ttn"):
         of(Only(rows=("ttn", "lambda-10")), "table5")
-    with pytest.raises(ValueError, match="table3 has no scenario single; there is mixed"):
+    with pytest.raises(ValueError, match="table3 has no scenario single; there is mixed-once"):
         of(Only(scenarios=("single",)), "table3")
     with pytest.raises(ValueError, match="No one of table10, table3 has all of that together"):
         of(Only(rows=("constant-0.3",), scenarios=("mixed",)), "table10", "table3")
