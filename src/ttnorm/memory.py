@@ -204,7 +204,8 @@ class Stream(StreamRows):
             return x
         if now is None:
             raise RuntimeError(
-                "A layer was called outside of a forward of the network that stream_ was given."
+                "A layer was called outside of a forward of the network that stream_ was given. "
+                "Copies of a graph, such as fuse gives, are to be made before stream_."
             )
         if x.shape[0] != now.group.shape[0]:
             raise ValueError(

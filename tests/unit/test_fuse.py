@@ -138,6 +138,8 @@ def test_a_fused_network_can_remember_a_stream():
     )
     for x in torch.rand(5, 2, 3, 8, 8):
         torch.testing.assert_close(fused(x), plain(x))
+    with pytest.raises(RuntimeError, match="such as fuse gives, are to be made before stream_"):
+        copy.deepcopy(fused)(x)
 
 
 @pytest.mark.parametrize("source_count", [0.0, 2.0])
