@@ -316,7 +316,7 @@ class _Draw:
         if isinstance(self.generator, Drawn):
             return self.generator.take(count)
         device = self.generator.device if self.generator is not None else self.images.device
-        return torch.rand(count, generator=self.generator, device=device)
+        return torch.rand(count, generator=self.generator, device=device, dtype=torch.float32)
 
     def chance(self, probability: float) -> Tensor:
         return (self.uniform(0, 1) < probability)[:, None, None, None]
@@ -359,7 +359,8 @@ def check_unit_range(images: Tensor) -> None:
     if not (low >= -tolerance and high <= 1 + tolerance):
         raise ValueError(
             f"Images span [{low:.3g}, {high:.3g}], expected [0, 1]. If the loader normalises them, "
-            "pass the mean and std it uses (mean=, std=); if they are in [0, 255], divide by 255."
+            "pass the mean and std it uses (mean=, std=); if they are in [0, 255], divide by 255; "
+            "for other data pass shifts of your own (augment=, prior_augment=)."
         )
 
 

@@ -71,12 +71,18 @@ def cross_entropy(output: Any, y: Tensor) -> Tensor:
             f"Labels are {y.dtype}, expected classes: y.long(). For numbers to predict pass the "
             "loss that the network was trained with: loss=..."
         )
-    if y.is_cpu and y.max() >= output.shape[1]:  # likewise
+    if y.is_cpu and bool(_unknown(y, output.shape[1]).any()):  # likewise
+        label = int(y[_unknown(y, output.shape[1])][0])
         raise ValueError(
-            f"There is a label {int(y.max())}, and the network tells {output.shape[1]} classes "
+            f"There is a label {label}, and the network tells {output.shape[1]} classes "
             "apart. For labels to leave out use -100, or a loss with another ignore_index."
         )
     return F.cross_entropy(output, y.long())
+
+
+def _unknown(y: Tensor, classes: int) -> Tensor:
+    """Which labels are neither a class nor what cross-entropy leaves out."""
+    return (y >= classes) | ((y < 0) & (y != -100))
 
 
 def are_chances(y: Tensor) -> bool:

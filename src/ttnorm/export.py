@@ -83,12 +83,17 @@ def to_onnx(
         model: a converted network. After `stream_`, the tensors of `stream_state` are inputs as
             well, and `next_NAME` outputs: what to give with the next batch. Several outputs of the
             network are then `output_0` and so on.
-        example: an input of any batch size.
+        example: an input of any batch size; what else it measures, such as height and width, is
+            fixed in the file.
         path: where to write.
         opset: 17 or newer. torch's exporter writes 18; what it cannot convert that to is refused.
     """
-    import onnx
-
+    try:
+        import onnx
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"to_onnx needs {error.name}: pip install 'ttnorm[export]', or '.[export]' in a clone."
+        ) from error
     newest = onnx.defs.onnx_opset_version()
     if not 17 <= opset <= newest:
         raise ValueError(f"opset is {opset}, expected 17 to {newest}, the newest that onnx knows.")

@@ -56,7 +56,9 @@ class AlphaNetwork(nn.Module):
         sizes = torch.tensor(self.sizes, device=device_of(model))
         self.register_buffer("layer_sizes", sizes, persistent=False)
         entries = {"channel": sum(self.sizes), "layer": len(self.sizes), "constant": 1}[per]
-        self.theta = nn.Parameter(torch.zeros(entries, device=device_of(model)))
+        self.theta = nn.Parameter(
+            torch.zeros(entries, dtype=torch.float32, device=device_of(model))
+        )
 
     def alpha(self) -> Tensor:
         """One value per channel, layer after layer."""
@@ -108,7 +110,7 @@ class Fit:
         alone = world_size() == 1 and not self.scaler.is_enabled() and loss is cross_entropy
         self.recorded = kernels.ENABLED and alone and self.device.type == "cuda"
         # a recorded step needs the rate, and the count of steps, on the GPU
-        self.lr = torch.tensor(config.lr, device=self.device)
+        self.lr = torch.tensor(config.lr, dtype=torch.float32, device=self.device)
         lr = self.lr if self.recorded else config.lr
         self.optimiser = torch.optim.Adam([self.network.theta], lr=lr, capturable=self.recorded)
         # a graph for every size of groups, and below for every batch size that is drawn
@@ -131,7 +133,7 @@ class Fit:
             theta.copy_(_average(self.prior, self.network.sizes, self.config.granularity))
         elif init == "random":
             generator = Generator().manual_seed(self.config.seed)
-            theta.copy_(torch.rand(theta.shape, generator=generator))
+            theta.copy_(torch.rand(theta.shape, generator=generator, dtype=torch.float32))
         else:
             theta.fill_(float(init))
 
@@ -163,7 +165,7 @@ class Fit:
     def epoch(self, loader: Loader, generator: Generator, progress: Progress) -> None:
         done, started = len(self.history), time.monotonic()
         steps = _length(loader, self.config)
-        sums, count = torch.zeros(2, device=self.device), 0
+        sums, count = torch.zeros(2, dtype=torch.float32, device=self.device), 0
         pairs = itertools.islice(batches(loader, self.device), self.config.steps_per_epoch)
         for x, y in pairs:
             if done == count == 0:
@@ -222,7 +224,8 @@ class Fit:
         count = self.drawn[key]
         if count is None:
             return None
-        return torch.rand(count, generator=generator).to(self.device, non_blocking=True)
+        numbers = torch.rand(count, generator=generator, dtype=torch.float32)
+        return numbers.to(self.device, non_blocking=True)
 
     def _shift_and_descend(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:
         return self._descend(self.shift(x, generator=Drawn(numbers), check=False), y)

@@ -30,8 +30,9 @@ def fold_(model: nn.Module, tolerance: float = 0.0) -> list[str]:
     """Fold every layer whose alphas are all at most `tolerance` into what comes before it.
 
     That is a convolution whose output goes nowhere else. What is folded uses the source's
-    statistics alone, as if its alphas were 0; it is gone for good, so fold last. Layers with hooks
-    or parametrizations are left as they are.
+    statistics alone, as if its alphas were 0; it is gone for good, so fold last, but for `fuse`: a
+    fused copy shares its convolutions, so fold before it is made. Layers with hooks or
+    parametrizations are left as they are.
 
     Args:
         model: a converted network that torch.fx can trace.

@@ -110,7 +110,11 @@ class NormRelu(nn.Module):
 
     def _is_one_pass(self, x: Tensor, residual: Tensor | None) -> bool:
         norm = self.norm
-        # first: an exporter is not to be asked for the size of a batch
+        # who traces this copy is to see the norm and what follows; and hooks of the norm, such as
+        # those of `isolated`, are run where it is called
+        if isinstance(x, fx.Proxy) or norm._forward_pre_hooks or norm._forward_hooks:
+            return False
+        # next: an exporter is not to be asked for the size of a batch
         if torch.is_grad_enabled() or not kernels.usable(x):
             return False
         # it may have been reverted since, or a memory have taken its place

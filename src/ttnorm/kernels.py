@@ -39,7 +39,9 @@ def usable(x: Tensor) -> bool:
         return False
     if x.numel() >= 2**31 or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False  # places are 32-bit numbers
-    return torch.compiler.is_compiling() or _work_on(x.device)
+    if torch.compiler.is_compiling():
+        return True
+    return not torch._C._are_functorch_transforms_active() and _work_on(x.device)
 
 
 @functools.cache

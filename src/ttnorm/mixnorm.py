@@ -79,6 +79,7 @@ class _Stream:
         local_mean = (mean + mirror_mean) / 2
         local_var = (var + mirror_var) / 2 + ((mean - mirror_mean) / 2).square()
         layer = self.layer
+        self.first, self.second = (t.to(layer.running_mean) for t in (self.first, self.second))
         offset = local_mean - layer.running_mean
         # no gradient runs through the stream, or it would depend on where the stream is cut
         second = (local_var + offset.square()).detach()

@@ -13,7 +13,9 @@ def usable(*tensors: Tensor) -> bool:
     """Whether these kernels may be called; the first tensor is the batch."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False
-    return (tensors[0].is_cpu or tensors[0].is_cuda) and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False  # inside vmap, no tensor says that a gradient will be asked of it
+    return tensors[0].is_cpu or tensors[0].is_cuda
 
 
 def moment_dtype(x: Tensor) -> torch.dtype:

@@ -88,7 +88,7 @@ def post_train_(
         >>> [row["epoch"] for row in result.history], type(model[1]).__name__
         ([1, 2], 'TTNorm2d')
     """
-    config = config or PostTrainConfig()
+    config = _checked(config)
     check_repeatable(loader)
     mean, std = per_channel_list(mean), per_channel_list(std)
     identity = {}
@@ -148,7 +148,7 @@ def optimise_alpha(
         prior: from `estimate_prior`; None is enough where neither init nor mse uses it.
         loader, config, loss, augment, mean, std, checkpoint: see `post_train_`.
     """
-    config = config or PostTrainConfig()
+    config = _checked(config)
     check_repeatable(loader)
     mean, std = per_channel_list(mean), per_channel_list(std)
     identity = {}
@@ -192,6 +192,15 @@ def _shift(
     # not `or`: an empty container of modules is false, and may be a shift all the same
     augment = partial(domain_shift, per=config.shift) if augment is None else augment
     return partial(shift_images, augment=augment, mean=mean, std=std)
+
+
+def _checked(config: PostTrainConfig | None) -> PostTrainConfig:
+    if config is not None and not isinstance(config, PostTrainConfig):
+        raise TypeError(
+            f"config is a {type(config).__name__}, expected a PostTrainConfig, such as "
+            "PostTrainConfig(epochs=10)."
+        )
+    return config or PostTrainConfig()
 
 
 def _identity(

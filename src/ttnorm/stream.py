@@ -54,6 +54,11 @@ def stream_(model: M, config: StreamConfig | None = None, **options: Any) -> M:
         >>> health(model)[None].frames
         3
     """
+    if config is not None and not isinstance(config, StreamConfig):
+        raise TypeError(
+            f"config is {config!r}, expected a StreamConfig; single options have names, as in "
+            "stream_(model, memory='pool', window=100)."
+        )
     config = dataclasses.replace(config or StreamConfig(), **options)
     if config.memory is None:
         known = known_of(model, CONTENT) is not None
@@ -162,11 +167,19 @@ def save_stream(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_stream_(model: M, path: str | os.PathLike[str]) -> M:
-    """Have a network remember what `save_stream` wrote; the same network, on any device."""
+    """Have a network remember what `save_stream` wrote; the same network, on any device.
+
+    With the options that it was saved with, but for `max_streams` where the network remembers
+    streams already: that is the network's then, so that a limit can be raised.
+    """
     tensors, metadata = read_stamped(path, STAMP)
     advice = "or begin anew with stream_"
     check_fingerprint(path, metadata["fingerprint"], fingerprint(model), advice)
-    stream = Stream(model, StreamConfig(**metadata["config"]))
+    config, now = StreamConfig(**metadata["config"]), unwrap(model).__dict__.get(STREAM)
+    if now is not None:
+        most = max(now.config.max_streams, len(metadata["ids"]))
+        config = dataclasses.replace(config, max_streams=most)
+    stream = Stream(model, config)
     stream.load_memory_state({"ids": metadata["ids"], **tensors})
     return attach_(model, stream)
 
@@ -177,8 +190,9 @@ class Health:
 
     Args:
         shift: how far its statistics are from the source's: the mean over channels, weighted by
-            alpha, of the Gaussian divergence between them. 0 is the source.
-        effective_count: frames that its memory is worth.
+            alpha, of the Gaussian divergence between them. 0 is the source, or that no frame was
+            taken yet. Of a routed memory the mean over its domains, by the frames that each had.
+        effective_count: frames that its memory is worth, in all its domains together.
         frames: how many it has seen and not rejected.
         rejected: how many were not finite, of one colour or of an impossible scale, and are not
             remembered.

@@ -134,7 +134,9 @@ class StreamRows:
         if len(self.rows) == self.config.max_streams:
             oldest = next(one for one in self.rows if one not in keep)
             row = self.rows.pop(oldest)
-            if not self.told:
+            # or it was there before any other and never met a frame
+            known = int(self.state["seen"][row] + self.state["rejected"][row])
+            if known and not self.told:
                 logger.warning(
                     "stream %r is forgotten, for there are more than max_streams=%d of them. Where "
                     "that many take turns none remembers anything: stream_(model, max_streams=...)",

@@ -39,7 +39,6 @@ from .tree import (
     batchnorm_layers,
     check_statistics,
     device_of,
-    known_of,
     norms_in,
     remember_,
     ttn_layers,
@@ -233,7 +232,11 @@ def _same_batch_everywhere(
     # of every thread: the lengths of what its forward in progress was called with
     in_progress = threading.local()
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # without kwargs where another thread, which leaves, has just taken the hook away
+    def note(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        kwargs = kwargs or {}
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
         lists = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple))]
         in_progress.given = [len(v) for v in (*tensors, *lists)]  # a list of images, say
@@ -241,8 +244,10 @@ def _same_batch_everywhere(
     def forget(*_: Any) -> None:
         in_progress.given = []
 
-    def compare(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        samples = len(next(iter((*args, *kwargs.values()))))
+    def compare(
+        name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        samples = len(next(iter((*args, *(kwargs or {}).values()))))
         given: list[int] = getattr(in_progress, "given", [])
         if given and samples not in given:
             raise ValueError(
@@ -301,7 +306,7 @@ def borrowed(
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     ours = [m for m in model.modules() if isinstance(m, TTNormBase)]
     before = [(m, {name: getattr(m, name) for name in ("alpha", *OPTIONS)}) for m in ours]
-    config = known_of(model, CONFIG)
+    configs = [(m, m.__dict__[CONFIG]) for m in model.modules() if CONFIG in m.__dict__]
     if any(parameter.is_inference() for parameter, _ in frozen):
         raise ValueError(
             "The network was made or copied in torch.inference_mode: nothing can be learned there. "
@@ -323,7 +328,9 @@ def borrowed(
         for layer, values in before:
             for name, value in values.items():
                 setattr(layer, name, value)
-        remember_(model, CONFIG, config)
+        remember_(model, CONFIG, None)
+        for module, config in configs:
+            remember_(module, CONFIG, config)
         for parameter, required in frozen:
             parameter.requires_grad_(required)
 

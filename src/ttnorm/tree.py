@@ -100,10 +100,14 @@ def norms_in(module: nn.Module) -> list[TTNormBase]:
     return [m for m in module.modules() if isinstance(m, TTNormBase)]
 
 
+# what torch.compile and the activation checkpoints of torch.distributed put into names
+_OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """named_modules, under the names they have when nothing is wrapped or compiled."""
     for name, module in unwrap(model).named_modules():
-        yield name.replace("_orig_mod.", "").removesuffix("._orig_mod"), module
+        yield ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS), module
 
 
 def _is_batchnorm(module: nn.Module) -> bool:

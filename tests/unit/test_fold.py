@@ -187,3 +187,13 @@ def test_a_norm_whose_parameters_are_read_elsewhere_stays():
     expected = model(x)
     assert ttnorm.fold_(model) == []
     assert torch.equal(model(x), expected)
+
+
+@torch.no_grad()
+def test_a_fused_copy_can_be_folded_and_fused_again(small_network, images):
+    fused = ttnorm.fuse(ttnorm.convert_(small_network.eval(), 0.0))
+    expected = fused(images)
+    again = ttnorm.fuse(fused)
+    torch.testing.assert_close(again(images), expected)
+    assert len(ttnorm.fold_(fused)) == 2
+    torch.testing.assert_close(fused(images), expected, atol=1e-5, rtol=1e-5)

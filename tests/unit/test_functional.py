@@ -285,3 +285,20 @@ def test_torch_func_derives_the_same_gradients(small_network):
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, x[:, None])
     single = torch.func.grad(loss)(detached, x[3:4])
     torch.testing.assert_close(each["3.weight"][3], single["3.weight"])
+
+
+def test_an_ensemble_under_vmap_has_the_gradients_of_its_networks():
+    layers = [(torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3)) for _ in range(2)]
+    networks = [ttnorm.convert_(torch.nn.Sequential(*pair).eval(), 0.5) for pair in layers]
+    x = torch.randn(5, 2, 4, 4)
+    parameters, buffers = torch.func.stack_module_state(networks)
+
+    def call(parameters, buffers):
+        return torch.func.functional_call(networks[0], (parameters, buffers), x)
+
+    y = torch.vmap(call)(parameters, buffers)
+    torch.testing.assert_close(y, torch.stack([network(x) for network in networks]))
+    (grad,) = torch.autograd.grad(y.square().sum(), parameters["0.weight"])
+    for network, ours in zip(networks, grad, strict=True):
+        (theirs,) = torch.autograd.grad(network(x).square().sum(), network[0].weight)
+        torch.testing.assert_close(ours, theirs)

@@ -141,6 +141,43 @@ def test_threads_may_share_an_isolated_model(small_network):
     assert not errors
 
 
+def test_a_forward_goes_on_while_another_thread_leaves(small_network):
+    model, x = ttnorm.convert_(small_network.eval(), alpha=0.5), torch.rand(4, 3, 12, 12)
+    ready, inside, left = (threading.Event() for _ in range(3))
+
+    def wait(*_):  # between what torch has looked up of hooks and its calls of them
+        inside.set()
+        left.wait(10)
+
+    def other():
+        with ttnorm.isolated(model, 2):
+            ready.set()
+            inside.wait(10)
+        left.set()
+
+    with ttnorm.isolated(model, 2), torch.no_grad():
+        expected = model(x)
+    handle = model.register_forward_pre_hook(wait)
+    thread = threading.Thread(target=other)
+    thread.start()
+    ready.wait(10)
+    with ttnorm.isolated(model, 2), torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+    thread.join()
+    handle.remove()
+
+
+def test_a_fused_network_compares_what_its_norms_see(small_network, monkeypatch):
+    fused = ttnorm.fuse(ttnorm.convert_(small_network.eval(), alpha=0.5))
+    norm = next(m for m in fused.modules() if type(m).__name__ == "NormRelu")
+    monkeypatch.setattr("ttnorm.kernels.usable", lambda x: True)
+    x = torch.rand(4, 6, 5, 5)
+    with torch.no_grad():
+        assert norm._is_one_pass(x, None)
+        with ttnorm.isolated(fused, 2):  # whose hooks are the norm's
+            assert not norm._is_one_pass(x, None)
+
+
 def test_isolated_again_and_again_compiles_once(small_network, images):
     compiled = torch.compile(ttnorm.convert_(small_network, 0.5), backend="eager", fullgraph=True)
     with ttnorm.isolated(compiled, 5):

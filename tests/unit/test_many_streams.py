@@ -248,3 +248,32 @@ def test_a_stream_that_has_to_be_forgotten_is_told_of_once(network, caplog):
         with ttnorm.streams(network, [camera]):
             network(frames(1))
     assert caplog.text.count("is forgotten, for there are more than max_streams=2") == 1
+
+
+def test_who_is_forgotten_is_said_and_nobody_who_never_came(network, caplog):
+    ttnorm.stream_(network, max_streams=2)
+    with ttnorm.streams(network, ["door", "yard"]):
+        network(frames(2))
+    assert not caplog.text
+    with ttnorm.streams(network, ["roof"]):
+        network(frames(1))
+    assert "stream 'door' is forgotten" in caplog.text
+
+
+def test_a_limit_can_be_raised_when_streams_come_back(network, tmp_path):
+    ttnorm.stream_(network, max_streams=2)
+    with ttnorm.streams(network, ["door", "yard"]):
+        network(frames(2))
+    ttnorm.save_stream(network, tmp_path / "streams.safetensors")
+    other = ttnorm.stream_(copy.deepcopy(network), max_streams=3)
+    ttnorm.load_stream_(other, tmp_path / "streams.safetensors")
+    with ttnorm.streams(other, ["roof"]):
+        other(frames(1))
+    assert list(ttnorm.health(other)) == ["door", "yard", "roof"]
+    ttnorm.load_stream_(ttnorm.stream_(other, max_streams=1), tmp_path / "streams.safetensors")
+    assert list(ttnorm.health(other)) == ["door", "yard"]
+
+
+def test_options_without_a_name_are_refused(network):
+    with pytest.raises(TypeError, match="config is 'pool', expected a StreamConfig"):
+        ttnorm.stream_(network, "pool")

@@ -108,6 +108,11 @@ class TestMixNorm:
         found = MixNorm(self.layer(), scale=0.3, rate=0.1)(x)
         assert np.allclose(found.detach().numpy(), expected, atol=1e-5)
 
+    def test_it_goes_where_its_network_goes(self):
+        network = MixNorm(self.layer()).to("meta")
+        assert network(torch.randn(4, 3, 6, 6, device="meta")).is_meta
+        assert all(t.is_meta for pair in network.memory_state() for t in pair)
+
     def test_batches_do_not_matter_and_reset_forgets(self):
         x = torch.rand(12, 3, 32, 32)
         with torch.no_grad():

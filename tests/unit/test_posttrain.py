@@ -506,3 +506,16 @@ class TestOnesOwn:
         )
         assert (numpy.group_sizes, numpy.dynamic_batch) == ((1, 4), (4, 8))
         assert numpy == config
+
+
+def test_the_default_dtype_of_torch_is_no_part_of_it(small_network, loader, prior):
+    config = PostTrainConfig(epochs=2, lr=0.01)
+    expected = optimise_alpha(small_network, loader, prior, config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        result = optimise_alpha(small_network, loader, prior, config)
+    finally:
+        torch.set_default_dtype(before)
+    assert flat(result.alpha).dtype == torch.float32
+    assert torch.equal(flat(result.alpha), flat(expected.alpha))

@@ -60,6 +60,7 @@ class TestWrongLoadersAndLosses:
         ("labels", "message"),
         [
             (torch.full((8,), 7), "There is a label 7, and the network tells 4 classes apart"),
+            (torch.full((8,), -1), "There is a label -1, and the network tells 4 classes apart"),
             (
                 torch.zeros(8, 1).long(),
                 r"shape \(8, 1\) and the output \(8, 4\), expected .*\(8,\)",
@@ -148,3 +149,7 @@ class TestConfigErrors:
     def test_another_network_s_prior(self, small_network, loader):
         with pytest.raises(ValueError, match="estimated on another one"):
             optimise_alpha(small_network, loader, {"1": torch.rand(6)})
+
+    def test_options_that_are_no_config(self, small_network, loader):
+        with pytest.raises(TypeError, match="config is a dict, expected a PostTrainConfig"):
+            post_train_(small_network, loader, {"epochs": 1})

@@ -117,7 +117,8 @@ def test_alpha_whose_file_was_lost_is_not_fitted_anew_beside_its_records(bench, 
     reproduce(["table9"], bench, records, only)
     assert read_records([records]) == found
     assert not file.exists()
-    assert f"{file.name} is not fitted anew: {records / 'cifar10-c.jsonl'} has" in caplog.text
+    path = records / "cifar10-c.jsonl"
+    assert f"Not fitted anew, for {path} has cells of them: {file.name}." in caplog.text
     reproduce(["table9"], bench, tmp_path / "others", only)
     assert file.exists()
 

@@ -356,3 +356,23 @@ def test_a_copy_made_while_isolated_reverts_to_plain_batchnorm(small_network):
     with ttnorm.isolated(ttnorm.convert_(small_network, 0.5), 2):
         model = copy.deepcopy(small_network)
     assert vars(ttnorm.revert_(model)[1]).keys() == vars(nn.BatchNorm2d(6)).keys()
+
+
+def test_what_is_known_of_a_part_stays_with_it(small_network):
+    inner = ttnorm.convert_(small_network, 0.5)
+    remember_(inner, CONFIG, {"epochs": 3})
+    outer = nn.Sequential(inner, nn.Identity())
+    with borrowed(outer, alpha=0.0):
+        pass
+    assert CONFIG not in outer.__dict__
+    assert inner.__dict__[CONFIG] == {"epochs": 3}
+
+
+def test_activation_checkpoints_change_no_name(small_network, tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    ttnorm.save(ttnorm.convert_(copy.deepcopy(small_network), 0.5), tmp_path / "a.safetensors")
+    names = list(ttnorm.alphas(ttnorm.convert_(copy.deepcopy(small_network), 0.5)))
+    small_network[1] = checkpoint_wrapper(small_network[1])
+    ttnorm.load_(small_network, tmp_path / "a.safetensors")
+    assert list(ttnorm.alphas(small_network)) == names

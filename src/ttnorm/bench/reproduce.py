@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .evaluate import evaluate
-from .experiments import Only, Part, experiments_named, parts
+from .experiments import Only, experiments_named, parts
 from .job import Domains
 from .records import RecordFile
 from .subject import Setup, Subject
@@ -64,12 +64,16 @@ def reproduce(
             if dataset not in {bench.dataset for bench in there}:
                 logger.warning("%s: without %s, for no folder with it was given", name, dataset)
         for bench in there:
+            lost: dict[Path, None] = {}
             file, scale = RecordFile(records / bench.records), bench.setup.scale
             for part in parts(experiment, scale.seeds, scale.batch_sizes):
                 if part.dataset != bench.dataset:
                     continue
-                if _is_lost(bench.subject, part, file):
-                    continue
+                if part.variant is not None:
+                    alpha = bench.subject.own_file(part.variant, part.seed)
+                    if not alpha.is_file() and file.had_alpha(alpha.name):
+                        lost[alpha] = None
+                        continue
                 logger.info("%s: %s", name, part)
                 clean = experiment.scenarios == ("source",)
                 network = bench.subject.network(part)
@@ -77,21 +81,17 @@ def reproduce(
                     if part.images is not None and part.images < len(data.labels):
                         data = data.subset(part.images)
                     evaluate(network, data, part.jobs, file, experiment=name)
+            _warn_of_lost(list(lost), file)
 
 
-def _is_lost(subject: Subject, part: Part, file: RecordFile) -> bool:
-    """Whether there are cells of a part's alpha file but not the file: another fit would be another
-    one in its last digits, and its cells would stand beside those that are there."""
-    if part.variant is None:
-        return False
-    path = subject.own_file(part.variant, part.seed)
-    lost = not path.is_file() and file.had_alpha(path.name)
-    if lost:
+def _warn_of_lost(alphas: Sequence[Path], file: RecordFile) -> None:
+    """Say which alpha files were not fitted anew: another fit has other last digits, and its cells
+    would stand beside those that are on file."""
+    if alphas:
         logger.warning(
-            "%s is not fitted anew: %s has cells of that file already. To add to them put it into "
-            "%s; to check them run everything with --records of your own.",
-            path.name,
+            "Not fitted anew, for %s has cells of them: %s. To add to these cells put the files "
+            "into %s; to check them run everything with --records of your own.",
             file.path,
-            path.parent,
+            ", ".join(alpha.name for alpha in alphas),
+            alphas[0].parent,
         )
-    return lost
