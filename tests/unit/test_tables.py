@@ -131,8 +131,13 @@ def test_two_records_of_one_cell_are_not_mixed_up():
         [r | {"alpha": {"name": "net.ttn.safetensors", "fingerprint": f}} for r in RECORDS]
         for f in ("0123", "4567")
     )
-    with pytest.raises(ValueError, match="two records of source on gaussian_noise at B = 200"):
+    with pytest.raises(
+        ValueError, match="two records of source on gaussian_noise at B = 200, of oth"
+    ):
         table(one + other)
+    others = [r | {"data": "0123"} for r in RECORDS]
+    with pytest.raises(ValueError, match=r"gaussian_noise at B = 200, of other images\. Keep"):
+        table(RECORDS + others)
 
 
 def test_records_with_and_without_what_alpha_was_fitted_with_are_of_one_file():
@@ -208,7 +213,7 @@ def test_of_an_alpha_file_of_the_user_s_no_prior_is_claimed():
 
 def test_a_mixture_of_domains_that_has_every_image_once_has_so_many_in_all():
     once = [r | {"scenario": "mixed-once"} for r in RECORDS]
-    assert "100 images a domain" in table().note
+    assert "15 corruptions of severity 5; 100 images a domain" in table().note
     found = tables.by_batch_size(once, dataset="cifar10-c", scenario="mixed-once")
     assert "100 images" in found.note
     assert "a domain" not in found.note
@@ -330,7 +335,7 @@ def test_rich_shows_every_number(capsys):
     Console(width=120).print(formats.to_rich(table()))
     shown = capsys.readouterr().out
     assert "12.00 (11.67)" in shown
-    assert "In brackets the paper's." in shown
+    assert "In brackets the paper's." in " ".join(shown.split())
     assert "cifar10-c, single" in shown
 
 

@@ -8,6 +8,15 @@ from typing import Any, NamedTuple
 
 from .records import Record, alpha_file, variant_of
 
+# what records of one cell may differ in
+KINDS = {
+    "severity": "severities",
+    "model": "networks",
+    "data": "images",
+    "config": "settings",
+    "alpha": "alpha files",
+}
+
 
 class Cell(NamedTuple):
     """An error in percent, its deviation over seeds if there are several, and the paper's."""
@@ -27,17 +36,20 @@ class Measured(NamedTuple):
 def measure(records: Sequence[Record], domains: set[str], theirs: float | None) -> Measured:
     """Our mean over the domains by seed, of those seeds that have them all."""
     by_seed: dict[Any, dict[str, float]] = {}
+    before: dict[Any, Record] = {}
     alphas: dict[tuple[str, int], Any] = {}  # one file for every seed of one variant
     for r in records:
         errors = by_seed.setdefault((r["seed"], variant_of(r)), {})
         variant, seed = variant_of(r) or ("", 0)
         alpha = alphas.setdefault((variant, seed), alpha_file(r))
         several = alpha != alpha_file(r) or len({variant for variant, _ in alphas}) > 1
+        other = before.setdefault((r["seed"], variant_of(r), r["domain"]), r)
         if r["domain"] in errors or several:
+            differ = [name for key, name in KINDS.items() if r.get(key) != other.get(key)]
             raise ValueError(
-                f"There are two records of {r['norm']} on {r['domain']} at B = {r['batch_size']}: "
-                "of other severities, networks, alpha files, images or settings. Keep these in "
-                "files of their own, and report on one at a time."
+                f"There are two records of {r['norm']} on {r['domain']} at B = {r['batch_size']}, "
+                f"of other {' and '.join(differ) or KINDS['alpha']}. Keep these in files of their "
+                "own, and report on one at a time."
             )
         errors[r["domain"]] = 100 * r["miou"] if "miou" in r else 100 * r["wrong"] / r["n"]
     means = {s: statistics.mean(e.values()) for s, e in by_seed.items() if e.keys() == domains}

@@ -356,11 +356,14 @@ def is_of_its_norm(record: Record) -> bool:
 
 def _as_in_the_paper(records: Sequence[Record]) -> bool:
     """Whether these are all the domains of the paper's tables, at its severity."""
-    domains = {r["domain"] for r in records}
-    if domains == {"mixed"}:
-        domains = {d for r in records for d in r["config"]["domains"]}
-    severities = {r["severity"] for r in records}
+    domains, severities = _domains_of(records), {r["severity"] for r in records}
     return (domains == set(CORRUPTIONS) and severities == {5}) or domains == {"clean"}
+
+
+def _domains_of(records: Sequence[Record]) -> set[str]:
+    """Whose images were met, alone or mixed."""
+    mixed = (d for r in records if r["domain"] == "mixed" for d in r["config"]["domains"])
+    return {*(r["domain"] for r in records if r["domain"] != "mixed"), *mixed}
 
 
 def _note(records: Sequence[Record], seeds: int) -> str:
@@ -375,4 +378,8 @@ def _note(records: Sequence[Record], seeds: int) -> str:
     streams = streams if sizes else ""
     scenes = " mIoU in percent: more is better." if "miou" in records[0] else ""
     each = "" if records[0]["scenario"] == "mixed-once" else " a domain"
-    return f"{', '.join(models)}; {count} images{each}{runs}.{streams}{scenes}"
+    corruptions = len(_domains_of(records) & set(CORRUPTIONS))
+    severities = sorted({r["severity"] for r in records} - {0})
+    of = f"{corruptions} corruption{'s' * (corruptions > 1)} of severity " if corruptions else ""
+    of += f"{' and '.join(map(str, severities))}; " if corruptions else ""
+    return f"{', '.join(models)}; {of}{count} images{each}{runs}.{streams}{scenes}"
