@@ -361,9 +361,12 @@ def _as_in_the_paper(records: Sequence[Record]) -> bool:
 
 
 def _domains_of(records: Sequence[Record]) -> set[str]:
-    """Whose images were met, alone or mixed."""
-    mixed = (d for r in records if r["domain"] == "mixed" for d in r["config"]["domains"])
-    return {*(r["domain"] for r in records if r["domain"] != "mixed"), *mixed}
+    """Whose images were met, one domain by itself or several in one stream."""
+    found: set[str] = set()
+    for r in records:
+        together = r["config"].get("domains", [])
+        found |= {r["domain"]} if r["domain"] in together or not together else set(together)
+    return found
 
 
 def _note(records: Sequence[Record], seeds: int) -> str:
