@@ -6,6 +6,7 @@ from .augment import domain_shift, prior_shift
 from .export import to_exported_program, to_onnx
 from .fold import fold_
 from .fuse import fuse
+from .isolation import isolated
 from .layers import TTNorm1d, TTNorm2d, TTNorm3d
 from .posttrain import PostTrainResult, optimise_alpha, post_train_
 from .posttrain_config import PostTrainConfig
@@ -21,7 +22,7 @@ from .stream import (
     streams,
 )
 from .stream_config import StreamConfig
-from .surgery import alphas, convert_, end_stream_, isolated, revert_
+from .surgery import alphas, convert_, end_stream_, revert_
 from .version import __version__
 
 __all__ = [

@@ -28,11 +28,11 @@ from .capture import Repeated
 from .checkpoint import FORMAT, Checkpoint
 from .distributed import rank, world_size
 from .files import write_atomically
+from .isolation import isolated
 from .layers import TTNormBase
 from .posttrain_config import PostTrainConfig
 from .progress import Progress
 from .reproducible import reproducible
-from .surgery import isolated
 from .tree import device_of
 
 logger = logging.getLogger("ttnorm")

@@ -272,8 +272,3 @@ def test_a_limit_can_be_raised_when_streams_come_back(network, tmp_path):
     assert list(ttnorm.health(other)) == ["door", "yard", "roof"]
     ttnorm.load_stream_(ttnorm.stream_(other, max_streams=1), tmp_path / "streams.safetensors")
     assert list(ttnorm.health(other)) == ["door", "yard"]
-
-
-def test_options_without_a_name_are_refused(network):
-    with pytest.raises(TypeError, match="config is 'pool', expected a StreamConfig"):
-        ttnorm.stream_(network, "pool")

@@ -392,3 +392,8 @@ def test_a_file_of_a_newer_version_is_refused(network, tmp_path):
     write_atomically(path, tensors, {**metadata, "format_version": 2, "ttnorm": "9.9"})
     with pytest.raises(ValueError, match=r"format 2, written by ttnorm 9\.9; .*Upgrade ttnorm"):
         ttnorm.load_stream_(network, path)
+
+
+def test_options_without_a_name_are_refused(network):
+    with pytest.raises(TypeError, match="config is 'pool', expected a StreamConfig"):
+        ttnorm.stream_(network, "pool")

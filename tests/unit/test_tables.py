@@ -131,9 +131,8 @@ def test_two_records_of_one_cell_are_not_mixed_up():
         [r | {"alpha": {"name": "net.ttn.safetensors", "fingerprint": f}} for r in RECORDS]
         for f in ("0123", "4567")
     )
-    with pytest.raises(
-        ValueError, match="two records of source on gaussian_noise at B = 200, of oth"
-    ):
+    said = "two records of source on gaussian_noise at B = 200, of other alpha files"
+    with pytest.raises(ValueError, match=said):
         table(one + other)
     others = [r | {"data": "0123"} for r in RECORDS]
     with pytest.raises(ValueError, match=r"gaussian_noise at B = 200, of other images\. Keep"):

@@ -44,7 +44,7 @@ def measure(records: Sequence[Record], domains: set[str], theirs: float | None) 
         alpha = alphas.setdefault((variant, seed), alpha_file(r))
         several = alpha != alpha_file(r) or len({variant for variant, _ in alphas}) > 1
         other = before.setdefault((r["seed"], variant_of(r), r["domain"]), r)
-        if r["domain"] in errors or several:
+        if other is not r or several:
             differ = [name for key, name in KINDS.items() if r.get(key) != other.get(key)]
             raise ValueError(
                 f"There are two records of {r['norm']} on {r['domain']} at B = {r['batch_size']}, "

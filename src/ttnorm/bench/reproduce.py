@@ -64,7 +64,7 @@ def reproduce(
             if dataset not in {bench.dataset for bench in there}:
                 logger.warning("%s: without %s, for no folder with it was given", name, dataset)
         for bench in there:
-            lost: dict[Path, None] = {}
+            lost: list[Path] = []
             file, scale = RecordFile(records / bench.records), bench.setup.scale
             for part in parts(experiment, scale.seeds, scale.batch_sizes):
                 if part.dataset != bench.dataset:
@@ -72,7 +72,7 @@ def reproduce(
                 if part.variant is not None:
                     alpha = bench.subject.own_file(part.variant, part.seed)
                     if not alpha.is_file() and file.had_alpha(alpha.name):
-                        lost[alpha] = None
+                        lost.append(alpha)
                         continue
                 logger.info("%s: %s", name, part)
                 clean = experiment.scenarios == ("source",)
@@ -81,7 +81,7 @@ def reproduce(
                     if part.images is not None and part.images < len(data.labels):
                         data = data.subset(part.images)
                     evaluate(network, data, part.jobs, file, experiment=name)
-            _warn_of_lost(list(lost), file)
+            _warn_of_lost(lost, file)
 
 
 def _warn_of_lost(alphas: Sequence[Path], file: RecordFile) -> None:

@@ -382,7 +382,8 @@ def _note(records: Sequence[Record], seeds: int) -> str:
     scenes = " mIoU in percent: more is better." if "miou" in records[0] else ""
     each = "" if records[0]["scenario"] == "mixed-once" else " a domain"
     corruptions = len(_domains_of(records) & set(CORRUPTIONS))
-    severities = sorted({r["severity"] for r in records} - {0})
-    of = f"{corruptions} corruption{'s' * (corruptions > 1)} of severity " if corruptions else ""
-    of += f"{' and '.join(map(str, severities))}; " if corruptions else ""
+    of = ""
+    if corruptions:
+        severities = " and ".join(map(str, sorted({r["severity"] for r in records} - {0})))
+        of = f"{corruptions} corruption{'s' * (corruptions > 1)} of severity {severities}; "
     return f"{', '.join(models)}; {of}{count} images{each}{runs}.{streams}{scenes}"

@@ -23,7 +23,7 @@ def reproduce(
         typer.Argument(help=f"{TABLES[0]} to {TABLES[-1]}, {', '.join(OTHERS)}, or all."),
     ],
     records: Annotated[
-        Path, typer.Option(help="The folder to add records and alpha files to; not for --quick.")
+        Path, typer.Option(help="The folder for records and alpha files; of --quick, one in WORK.")
     ] = Path("records"),
     work: Annotated[Path, typer.Option(help="A folder for corrupted images.")] = Path("work"),
     cifar10: Annotated[Path | None, typer.Option(help="A folder with CIFAR-10.")] = None,

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from .. import groups, kernels
 from ..capture import Repeated
+from ..isolation import isolated
 from ..memory import Stream
 from ..mixnorm import MixNorm
 from ..stream_rows import outside_inference_mode
-from ..surgery import isolated
 from ..tree import STREAM, unwrap
 
 logger = logging.getLogger("ttnorm")
